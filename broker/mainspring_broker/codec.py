@@ -23,7 +23,9 @@ def _encode(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         array = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<"))
         if array.dtype.str not in DTYPES:
-            raise TypeError(f"tensor dtype {value.dtype} cannot be sent; use float32, float64, int32, int64 or bool")
+            raise TypeError(
+                f"tensor dtype {value.dtype} cannot be sent; use float32, float64, int32, int64 or bool"
+            )
         return {"dtype": array.dtype.str, "shape": list(value.shape), "data": array.tobytes()}
     if isinstance(value, np.generic):
         return value.item()
@@ -68,4 +70,6 @@ def unpack(data: bytes) -> Any:
     except PayloadInvalid:
         raise
     except Exception as error:  # msgpack raises a dozen unrelated types for bad input
-        raise PayloadInvalid(f"the payload ({len(data)} bytes) is not valid msgpack: {error or type(error).__name__}") from None
+        raise PayloadInvalid(
+            f"the payload ({len(data)} bytes) is not valid msgpack: {error or type(error).__name__}"
+        ) from None

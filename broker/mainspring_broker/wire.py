@@ -198,3 +198,32 @@ def _check_fields(op: str, body: Mapping[str, Any], required: set[str], optional
         raise PayloadInvalid(f"{op}: missing {', '.join(missing)}")
     if unknown := sorted(str(name) for name in body.keys() - required - set(optional)):
         raise PayloadInvalid(f"{op}: unknown field {', '.join(unknown)[:200]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What a result key holds."""
+
+    result: dict[str, Any] | None  # of the operation; None when it failed
+    error: dict[str, Any] | None  # code, message, details; None when it succeeded
+    cycle: int  # the cycle it ran in
+    queued_ms: float  # from acceptance to the start of its cycle, by the server's clock
+    compute_ms: float  # from the start of the worker's batch to its end
+    worker: str
+
+
+def encode_envelope(envelope: Envelope) -> bytes:
+    """The bytes of a result key."""
+    return pack({name: getattr(envelope, name) for name in Envelope.__dataclass_fields__})
+
+
+def decode_envelope(data: bytes) -> Envelope:
+    """The envelope of a result key. Fields of a newer version are ignored.
+
+    Raises:
+        PayloadInvalid: not an envelope.
+    """
+    body = unpack(data)
+    if not isinstance(body, dict) or not Envelope.__dataclass_fields__.keys() <= body.keys():
+        raise PayloadInvalid("this is not a result envelope")
+    return Envelope(**{name: body[name] for name in Envelope.__dataclass_fields__})

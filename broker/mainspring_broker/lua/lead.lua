@@ -1,0 +1,14 @@
+-- lead: take or keep the lease of the pool's clock.
+-- KEYS[1] info
+-- ARGV[1] token (random, one per clock process)   ARGV[2] lease_ms   ARGV[3] name of the clock, for people
+-- Returns 1 leading, 0 another clock leads.
+-- Atomic because look and take must not be divided.
+local function lead(keys, args)
+    local P = pool_prefix(keys)
+    local holder = redis.call("GET", P .. "lease")
+    if holder and holder ~= args[1] then return 0 end
+    redis.call("SET", P .. "lease", args[1], "PX", args[2])
+    if not holder then redis.call("HSET", P .. "clock", "leader", args[3], "leads_since_ms", int(now_ms())) end
+    return 1
+end
+redis.register_function("ms_lead", lead)
