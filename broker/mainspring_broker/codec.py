@@ -23,9 +23,7 @@ def _encode(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         array = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<"))
         if array.dtype.str not in DTYPES:
-            raise TypeError(
-                f"tensor dtype {value.dtype} cannot be sent; use float32, float64, int32, int64 or bool"
-            )
+            raise TypeError(f"tensor dtype {value.dtype} cannot be sent; use float32, float64, int32, int64 or bool")
         return {"dtype": array.dtype.str, "shape": list(value.shape), "data": array.tobytes()}
     if isinstance(value, np.generic):
         return value.item()

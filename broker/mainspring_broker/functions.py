@@ -52,7 +52,7 @@ class Call(Generic[T]):
 def run(client: redis.Redis, call: Call[T]) -> T:
     """Execute the call. Raises the typed errors that its function documents, and redis.ConnectionError."""
     try:
-        reply = client.fcall(call.name, len(call.keys), *call.keys, *call.args)  # type: ignore[arg-type]
+        reply = client.fcall(call.name, len(call.keys), *call.keys, *call.args)
     except ResponseError as error:
         raise translate(error) from None
     return call.decode(reply)
@@ -61,7 +61,7 @@ def run(client: redis.Redis, call: Call[T]) -> T:
 async def run_async(client: redis.asyncio.Redis, call: Call[T]) -> T:
     """Execute the call on an asyncio client. Otherwise as `run`."""
     try:
-        reply = await client.fcall(call.name, len(call.keys), *call.keys, *call.args)  # type: ignore[arg-type, misc]
+        reply = await client.fcall(call.name, len(call.keys), *call.keys, *call.args)
     except ResponseError as error:
         raise translate(error) from None
     return call.decode(reply)
@@ -73,9 +73,7 @@ def translate(error: ResponseError) -> Exception:
     if "unction not found" in text:
         return LibraryMissing("the function library is not on the server: start a clock (mainspring clock)")
     if text.startswith("OOM") or "used memory > 'maxmemory'" in text:
-        return ServerFull(
-            "Redis is out of memory (maxmemory): wait until results were read, or give it more memory"
-        )
+        return ServerFull("Redis is out of memory (maxmemory): wait until results were read, or give it more memory")
     return error
 
 
@@ -129,19 +127,13 @@ def _head(reply: Any, where: str) -> JobHead:
         case "conflict":
             raise SequenceConflict(f"{where}: this sequence number was accepted before with another body")
         case "diverged":
-            raise HistoryDiverged(
-                f"{where}: the service remembers other requests of this job than this client sent"
-            )
+            raise HistoryDiverged(f"{where}: the service remembers other requests of this job than this client sent")
         case "too_large":
-            raise PayloadTooLarge(
-                f"{where}: the payload is larger than the pool allows; send smaller batches"
-            )
+            raise PayloadTooLarge(f"{where}: the payload is larger than the pool allows; send smaller batches")
         case "exists":
             raise JobExists(f"{where}: the id is taken by another client's job")
         case "unknown_tenant":
-            raise UnknownTenant(
-                f"{where}: the pool does not know this tenant; add it: mainspring tenants add NAME"
-            )
+            raise UnknownTenant(f"{where}: the pool does not know this tenant; add it: mainspring tenants add NAME")
         case "no_worker":
             raise ServiceUnavailable(
                 f"{where}: no worker has registered in this pool yet; start one: mainspring worker"
@@ -189,9 +181,7 @@ def submit(
     """
     args = (tenant, job, writer, seq, chain, op, tokens, digest, payload)
     where = f"job {tenant}/{job}, request {seq} ({op})"
-    return Call(
-        "ms_submit", (keys.info(pool), keys.job(pool, tenant, job)), args, lambda reply: _head(reply, where)
-    )
+    return Call("ms_submit", (keys.info(pool), keys.job(pool, tenant, job)), args, lambda reply: _head(reply, where))
 
 
 def cancel(*, pool: str, tenant: str, job: str, writer: str, seq: int) -> Call[bool]:
@@ -223,7 +213,7 @@ def _tick(reply: Any) -> TickReply:
     status = bytes(reply[0]).decode()
     if status == "not_leader":
         raise NotLeader("another clock leads this pool: this one's tick was refused")
-    return TickReply(status, *(int(value) for value in reply[1:]))  # type: ignore[arg-type]
+    return TickReply(status, *(int(value) for value in reply[1:]))
 
 
 def lead(*, pool: str, token: str, lease_ms: int, name: str) -> Call[bool]:
@@ -328,9 +318,7 @@ def decode_batch(fields: Mapping[bytes, bytes]) -> Batch:
                 job=row["job"],
                 chain=row["chain"],
                 lineage=row["lineage"],
-                requests=tuple(
-                    Header(int(r[0]), str(r[1]), int(r[2]), r[3] == "cancelled") for r in row["requests"]
-                ),
+                requests=tuple(Header(int(r[0]), str(r[1]), int(r[2]), r[3] == "cancelled") for r in row["requests"]),
             )
             for row in json.loads(fields[b"jobs"])
         ),

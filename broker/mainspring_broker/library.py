@@ -50,7 +50,7 @@ def check_server(client: redis.Redis) -> str:
     Raises:
         ServerUnsupported: older than Redis 7.0 or Valkey 8, which lack functions.
     """
-    server: dict[str, Any] = client.info("server")  # type: ignore[assignment]
+    server: dict[str, Any] = client.info("server")
     if "valkey_version" in server:
         name, text, least = "Valkey", str(server["valkey_version"]), MIN_VALKEY
     else:
@@ -79,7 +79,7 @@ def loaded_version(client: redis.Redis, info_key: str) -> str:
         LibraryMissing: none is loaded.
     """
     try:
-        return bytes(client.fcall_ro("ms_version", 1, info_key)).decode()  # type: ignore[call-overload]
+        return bytes(client.fcall_ro("ms_version", 1, info_key)).decode()
     except ResponseError as error:
         if "not found" in str(error).lower():
             raise LibraryMissing(

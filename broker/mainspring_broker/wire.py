@@ -176,7 +176,7 @@ def _jagged_from_wire(op: str, name: str, value: Any) -> Jagged:
     return Jagged(values, lengths.astype(np.int32, copy=False))
 
 
-def _decode_plain(cls: type, op: str, body: dict[str, Any]) -> Operation:
+def _decode_plain(cls: Any, op: str, body: dict[str, Any]) -> Operation:
     names = {name: spec.type for name, spec in cls.__dataclass_fields__.items()}
     required = {"init": {"rank", "seed"}, "save_weights": {"name"}}.get(op, set())
     _check_fields(op, body, required=required, optional=names.keys() - required)
