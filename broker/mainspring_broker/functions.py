@@ -213,7 +213,7 @@ def _tick(reply: Any) -> TickReply:
     status = bytes(reply[0]).decode()
     if status == "not_leader":
         raise NotLeader("another clock leads this pool: this one's tick was refused")
-    return TickReply(status, *(int(value) for value in reply[1:]))
+    return TickReply(status, *(int(value) for value in reply[1:]))  # type: ignore[arg-type]
 
 
 def lead(*, pool: str, token: str, lease_ms: int, name: str) -> Call[bool]:
