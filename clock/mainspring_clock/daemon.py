@@ -9,6 +9,7 @@ All state is in Redis and every change is one atomic function, so a clock may di
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import socket
@@ -24,6 +25,8 @@ from mainspring_clock.policy import Gather
 from mainspring_clock.settings import ClockSettings
 
 log = logging.getLogger("mainspring.clock")
+
+MAX_WAIT_S = 0.5
 
 
 def now_ms() -> float:
@@ -54,7 +57,7 @@ class Clock:
                 if self._take_lease():
                     self._lead()
                 else:
-                    self._pause(self.settings.lease_ms / 1000 / 4)
+                    self._stand_by()
                 backoff.reset()
             except NotLeader:
                 self._step_down("another clock took the lease")
@@ -84,6 +87,11 @@ class Clock:
             log.info("clock %s leads pool %s", self.name, s.pool)
         return took
 
+    def _stand_by(self) -> None:
+        """Wait for the leader's lease to end, so that the take-over comes within one lease time."""
+        left_ms = self.client.pttl(keys.lease(self.settings.pool))
+        self._pause(min(max(left_ms, 0) + 5, self.settings.lease_ms / 4) / 1000)
+
     def _publish_pool(self) -> None:
         s = self.settings
         self.client.hset(
@@ -107,10 +115,8 @@ class Clock:
         self.leading = False
 
     def _resign(self) -> None:
-        try:
+        with contextlib.suppress(RedisError, LibraryMissing):  # the lease then runs out by itself
             functions.run(self.client, functions.resign(pool=self.settings.pool, token=self.token))
-        except (RedisError, LibraryMissing):
-            pass  # the lease then runs out by itself
 
     # -- cycles -------------------------------------------------------------------------------------------------------
 
@@ -149,8 +155,8 @@ class Clock:
         )
 
     def _wait(self, waited_for: list[str]) -> str | None:
-        """Block until one of the lists has a token, at most a third of the lease, so that the lease is kept."""
-        popped = self.client.blpop(waited_for, timeout=self.settings.lease_ms / 1000 / 3)
+        """Block until one of the lists has a token; not for long, so that the lease is kept and a signal is seen."""
+        popped = self.client.blpop(waited_for, timeout=min(self.settings.lease_ms / 1000 / 3, MAX_WAIT_S))
         return popped[0].decode() if popped else None
 
     def _sleep_until_work(self) -> None:

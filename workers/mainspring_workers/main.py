@@ -1,0 +1,55 @@
+"""Entry of a worker process."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import redis
+
+from mainspring_broker.errors import MainspringError
+from mainspring_broker.process import configure_logging, on_signal_stop, wait_for_server
+from mainspring_workers.settings import WorkerSettings
+
+log = logging.getLogger("mainspring.worker")
+
+
+def run_worker(settings: WorkerSettings | None = None) -> int:
+    """Run a worker until SIGTERM or SIGINT. Returns the exit status: 1 when the pool does not want it."""
+    settings = settings or WorkerSettings()
+    configure_logging(settings.log_level)
+    import torch  # late, so that a wrong setting is said before the slow import
+
+    from mainspring_workers.base_model import BaseModel
+    from mainspring_workers.engine import Engine
+    from mainspring_workers.loop import Worker
+
+    torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
+    settings.storage.mkdir(parents=True, exist_ok=True)
+    model = BaseModel.load(settings.base_model, device=settings.device, dtype=settings.dtype)
+    engine = Engine(
+        model,
+        storage=settings.storage,
+        micro_batch_tokens=settings.micro_batch_tokens,
+        slots=settings.slots,
+        deterministic_isolation=settings.deterministic_isolation,
+    )
+    client = redis.Redis.from_url(settings.url, health_check_interval=30, socket_timeout=30)
+    worker = Worker(settings, client, engine)
+    stopping = False
+
+    def stop() -> None:
+        nonlocal stopping
+        stopping = True
+        worker.stop()
+
+    on_signal_stop(stop)
+    try:
+        if wait_for_server(client, settings.url, lambda: stopping):
+            worker.run()
+    except MainspringError as error:
+        log.error("worker %s: %s", worker.name, error.message)
+        return 1
+    finally:
+        client.close()
+    return 0
