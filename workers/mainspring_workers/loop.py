@@ -211,7 +211,7 @@ class Worker:
         """The job's payloads of this batch, in one read."""
         first, last = job.requests[0].seq, job.requests[-1].seq
         stream = keys.requests(self.settings.pool, job.tenant, job.job)
-        entries = {entry_id: fields for entry_id, fields in self.client.xrange(stream, f"{first}-0", f"{last}-0")}
+        entries = dict(self.client.xrange(stream, f"{first}-0", f"{last}-0"))
         work = Work(job)
         for header in job.requests:
             fields = entries.get(f"{header.seq}-0".encode(), {})
