@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import redis
@@ -57,7 +57,7 @@ class Work:
     """One job's part of a batch."""
 
     job: BatchJob
-    requests: list[Fetched] = field(default_factory=list)
+    requests: list[Fetched]
 
     @property
     def name(self) -> str:
@@ -181,13 +181,13 @@ class Worker:
             return
         entry_id, fields = reply[0][1][0]
         batch = functions.decode_batch(fields)
-        if self.client.hget(keys.pending(self.settings.pool), self.name) == batch.token.encode():
-            self._run_batch(batch)
+        begun = time.perf_counter()
+        works = self._fetch(batch)
+        if works is not None:
+            self._run_batch(batch, works, begun)
         self._last_id = entry_id.decode()
 
-    def _run_batch(self, batch: Batch) -> None:
-        begun = time.perf_counter()
-        works = [self._fetch(job) for job in batch.jobs]
+    def _run_batch(self, batch: Batch, works: list[Work], begun: float) -> None:
         items = [item for work in works for item in self._items(work)]
         fetched = time.perf_counter()
         outcomes = self._execute(items)
@@ -207,19 +207,18 @@ class Worker:
         self._commit(batch, executed, lineages, timings)
         log.debug("cycle %d: %d requests of %d jobs, %.1f ms", batch.cycle, len(executed), len(works), compute_ms)
 
-    def _fetch(self, job: BatchJob) -> Work:
-        """The job's payloads of this batch, in one read."""
-        first, last = job.requests[0].seq, job.requests[-1].seq
-        stream = keys.requests(self.settings.pool, job.tenant, job.job)
-        entries = dict(self.client.xrange(stream, f"{first}-0", f"{last}-0"))
-        work = Work(job)
-        for header in job.requests:
-            fields = entries.get(f"{header.seq}-0".encode(), {})
-            payload = fields.get(b"payload", b"")
-            digest = fields.get(b"digest", b"").decode()
-            operation = read_operation(header, digest, payload)
-            work.requests.append(Fetched(header, digest, int(fields.get(b"accepted_ms", 0)), len(payload), operation))
-        return work
+    def _fetch(self, batch: Batch) -> list[Work] | None:
+        """All payloads of the batch in one round trip; None when the batch is no longer this worker's."""
+        pool = self.settings.pool
+        pipeline = self.client.pipeline(transaction=False)
+        pipeline.hget(keys.pending(pool), self.name)
+        for job in batch.jobs:
+            stream = keys.requests(pool, job.tenant, job.job)
+            pipeline.xrange(stream, f"{job.requests[0].seq}-0", f"{job.requests[-1].seq}-0")
+        pending, *streams = pipeline.execute()
+        if pending != batch.token.encode():
+            return None
+        return [Work(job, read_requests(job, dict(entries))) for job, entries in zip(batch.jobs, streams, strict=True)]
 
     def _items(self, work: Work) -> list[WorkItem]:
         if self.lineages.get(work.name) != work.job.lineage and self.engine.has(work.name):
@@ -304,6 +303,17 @@ class Worker:
             self.lineages[name] = lineage
         else:  # ended, or never opened
             self.lineages.pop(name, None)
+
+
+def read_requests(job: BatchJob, entries: Mapping[bytes, Mapping[bytes, bytes]]) -> list[Fetched]:
+    """The job's requests of a batch, from its stream entries by id."""
+    fetched = []
+    for header in job.requests:
+        fields = entries.get(f"{header.seq}-0".encode(), {})
+        payload, digest = fields.get(b"payload", b""), fields.get(b"digest", b"").decode()
+        operation = read_operation(header, digest, payload)
+        fetched.append(Fetched(header, digest, int(fields.get(b"accepted_ms", 0)), len(payload), operation))
+    return fetched
 
 
 def read_operation(header: Header, digest: str, payload: bytes) -> Operation | MainspringError:
