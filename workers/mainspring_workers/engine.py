@@ -1,0 +1,256 @@
+"""The public face of the compute core: one batch of a cycle in, one outcome per request out. No Redis anywhere.
+
+A batch holds for each job a run of consecutive requests
+
+    init?  (forward | forward_backward)*  optim_step?  save_weights*  end?
+
+which are executed in phases over all jobs at once: open → compute → optimize → save → end. (Should a job's requests
+go on behind that, as in a replay, the batch is run as several such waves.)
+
+What fails, fails alone:
+
+- A failed forward_backward poisons its job's pending gradient. Later forward_backwards of the same update still
+  compute and return, but its optim_step fails with PrecedingRequestFailed, changes nothing, and clears gradient and
+  poison, so that the job goes on clean. Poison and gradient outlive the batch. A failed forward poisons nothing.
+- An optim_step that fails for its own sake (bad settings, undecodable) changes no weights either, and clears
+  gradient and poison too: the update is over.
+- A request of a job that is not here fails with StateLost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mainspring_broker.errors import (
+    InternalError,
+    MainspringError,
+    NoGradient,
+    OutOfMemory,
+    PrecedingRequestFailed,
+    StateLost,
+    StorageFailed,
+)
+from mainspring_broker.wire import End, ForwardBackward, Init, Operation, OptimStep, SaveWeights
+from mainspring_workers.adapters import Adapter, AdapterPool
+from mainspring_workers.base_model import BaseModel
+from mainspring_workers.compute import Answer, Compute, ComputeRequest
+from mainspring_workers.optimizer import optim_step
+from mainspring_workers.peft_format import NAME, save_adapter
+from mainspring_workers.validate import check_forward_backward, check_init, check_optim_step
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Kind = TypeVar("Kind", bound=Operation)
+
+# Phase of each operation. One of an unknown name may have been meant as a gradient: it is failed in the compute phase.
+PHASES = {"init": 0, "forward": 1, "forward_backward": 1, "optim_step": 2, "save_weights": 3, "end": 4}
+COMPUTE = 1
+# A failure of these leaves the pending gradient as it is; any other may have been meant to contribute to it.
+NOT_A_GRADIENT = frozenset({"init", "forward", "optim_step", "save_weights", "end"})
+
+
+@dataclass(frozen=True, slots=True)
+class WorkItem:
+    """One request of a batch."""
+
+    job: str
+    seq: int
+    op: str  # name as queued
+    operation: Operation | MainspringError  # the error, when the payload could not be decoded or was cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one request: either `result`, a map to be packed for the client, or `error`."""
+
+    job: str
+    seq: int
+    result: dict[str, Any] | None
+    error: MainspringError | None
+
+
+class Engine:
+    """Adapters of many jobs on one base model.
+
+    Args:
+        storage: checkpoints go to `storage`/<job>/sampler_weights/<name>/.
+        micro_batch_tokens: tokens that go through the model together.
+        slots: most jobs that can be open at a time.
+        deterministic_isolation: see `Compute`.
+    """
+
+    def __init__(
+        self,
+        model: BaseModel,
+        *,
+        storage: Path,
+        micro_batch_tokens: int = 1024,
+        slots: int = 64,
+        deterministic_isolation: bool = False,
+    ) -> None:
+        self.facts: dict[str, Any] = {**model.facts, "slots": slots}
+        self._model = model
+        self._storage = storage
+        self._pool = AdapterPool(model.targets, slots=slots, device=model.device)
+        self._compute = Compute(
+            model, micro_batch_tokens=micro_batch_tokens, deterministic_isolation=deterministic_isolation
+        )
+
+    def has(self, job: str) -> bool:
+        """Whether the job's adapter is here."""
+        return job in self._pool
+
+    def drop(self, job: str) -> None:
+        """Forget the job's adapter, gradient and optimizer state, if they are here."""
+        self._pool.close(job)
+
+    def run(self, items: Sequence[WorkItem]) -> list[Outcome]:
+        """Execute one batch; outcomes in the order of `items`. Never raises for what a request contains.
+
+        Results by operation: init `{"parameters"}`; forward and forward_backward `{"logprobs", "lengths",
+        "metrics": {"loss_sum", "loss_mean", "token_count"}}`; optim_step `{"metrics": {"grad_norm", "step",
+        "learning_rate"}}`; save_weights `{"path"}`; end `{}`.
+        """
+        answers: dict[int, Answer] = {}
+        for wave in _waves(items):
+            for phase in range(len(set(PHASES.values()))):
+                chosen = [i for i in wave if _phase(items[i]) == phase]
+                if phase == COMPUTE:
+                    answers.update(self._run_compute(items, chosen))
+                else:
+                    answers.update({i: self._run_one(items[i]) for i in chosen})
+        return [_outcome(item, answers[i]) for i, item in enumerate(items)]
+
+    def _run_compute(self, items: Sequence[WorkItem], chosen: Sequence[int]) -> dict[int, Answer]:
+        answers: dict[int, Answer] = {}
+        requests: dict[int, ComputeRequest] = {}
+        for i in chosen:
+            prepared = _guarded(lambda item=items[i]: self._prepare(item))  # type: ignore[misc]
+            if isinstance(prepared, ComputeRequest):
+                requests[i] = prepared
+            else:
+                answers[i] = prepared
+        if requests:
+            answers.update(zip(requests, self._compute.run(list(requests.values())), strict=True))
+        for i in sorted(chosen, key=lambda i: items[i].seq):
+            item, answer = items[i], answers[i]
+            adapter = self._pool.get(item.job)
+            if adapter is not None and isinstance(answer, MainspringError) and item.op not in NOT_A_GRADIENT:
+                adapter.poison_with(item.seq, answer)
+        return answers
+
+    def _prepare(self, item: WorkItem) -> ComputeRequest:
+        adapter = self._adapter(item)
+        op = _operation(item, ForwardBackward)
+        batch = check_forward_backward(op, vocab_size=self._model.vocab_size, max_length=self._model.max_length)
+        return ComputeRequest(adapter, item.seq, batch, op.backward)
+
+    def _run_one(self, item: WorkItem) -> Answer:
+        run: Callable[[WorkItem], dict[str, Any]] = {
+            "init": self._init,
+            "optim_step": self._optim_step,
+            "save_weights": self._save_weights,
+            "end": self._end,
+        }[item.op]
+        return _guarded(lambda: run(item))
+
+    def _init(self, item: WorkItem) -> dict[str, Any]:
+        init = _operation(item, Init)
+        check_init(init)
+        try:
+            adapter = self._pool.open(item.job, init)
+        except (MemoryError, RuntimeError) as error:  # torch's out-of-memory errors are RuntimeErrors
+            raise OutOfMemory(f"there is no memory for an adapter of rank {init.rank}: {error}") from None
+        return {"parameters": adapter.parameters}
+
+    def _optim_step(self, item: WorkItem) -> dict[str, Any]:
+        adapter = self._adapter(item)
+        try:
+            op = _operation(item, OptimStep)
+            if (poison := adapter.poison) is not None:
+                message = (
+                    f"forward_backward {poison.seq} of this update failed ({poison.error.code}): no part of the "
+                    f"update was applied and its gradient was cleared; the next update starts clean"
+                )
+                raise PrecedingRequestFailed(message, seq=poison.seq, cause=poison.error.code)
+            check_optim_step(op)
+            if not adapter.has_gradient:
+                raise NoGradient("there is no gradient to apply: submit a forward_backward before the optim_step")
+            return {"metrics": optim_step(adapter, op)}
+        finally:
+            adapter.clear_gradient()
+
+    def _save_weights(self, item: WorkItem) -> dict[str, Any]:
+        adapter = self._adapter(item)
+        op = _operation(item, SaveWeights)
+        if not all(NAME.fullmatch(part) for part in item.job.split("/")):
+            raise StorageFailed(f"job {item.job[:100]!r} is no name for a directory")
+        parent = self._storage / item.job / "sampler_weights"
+        try:
+            save_adapter(adapter, parent, op.name, self._model.path)
+        except OSError as error:
+            raise StorageFailed(f"the adapter could not be written: {error.strerror or error}") from error
+        return {"path": f"mainspring://{item.job}/sampler_weights/{op.name}"}
+
+    def _end(self, item: WorkItem) -> dict[str, Any]:
+        self._adapter(item)
+        _operation(item, End)
+        self._pool.close(item.job)
+        return {}
+
+    def _adapter(self, item: WorkItem) -> Adapter:
+        adapter = self._pool.get(item.job)
+        if adapter is None:
+            raise StateLost(f"job {item.job} has no adapter on this worker: it was never opened, ended, or lost")
+        return adapter
+
+
+def _operation(item: WorkItem, kind: type[Kind]) -> Kind:
+    """The item's operation. Raises its error, if it is one."""
+    if isinstance(item.operation, MainspringError):
+        raise item.operation
+    if not isinstance(item.operation, kind):
+        raise InternalError(f"{item.op} {item.seq} carries a {type(item.operation).__name__}")
+    return item.operation
+
+
+def _guarded(call: Callable[[], T]) -> T | MainspringError:
+    """What `call` returns, or the error it raises: one request must never stop a batch."""
+    try:
+        return call()
+    except MainspringError as error:
+        return error
+    except Exception as error:
+        log.exception("a request failed in a way that is not its own fault")
+        return InternalError(f"{type(error).__name__}: {error}")
+
+
+def _phase(item: WorkItem) -> int:
+    return PHASES.get(item.op, COMPUTE)
+
+
+def _waves(items: Sequence[WorkItem]) -> list[list[int]]:
+    """Indices of `items`, cut so that within a wave each job's phases only go forward, with one optim_step at most."""
+    waves: list[list[int]] = []
+    last: dict[str, tuple[int, int]] = {}  # job → (wave, phase) of its previous item
+    for i in sorted(range(len(items)), key=lambda i: items[i].seq):
+        item, phase = items[i], _phase(items[i])
+        wave, before = last.get(item.job, (0, 0))
+        if phase < before or (phase == before == PHASES["optim_step"]):
+            wave += 1
+        last[item.job] = (wave, phase)
+        if wave == len(waves):
+            waves.append([])
+        waves[wave].append(i)
+    return waves
+
+
+def _outcome(item: WorkItem, answer: Answer) -> Outcome:
+    if isinstance(answer, MainspringError):
+        return Outcome(item.job, item.seq, None, answer)
+    return Outcome(item.job, item.seq, answer, None)
