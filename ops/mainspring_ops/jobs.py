@@ -1,0 +1,50 @@
+"""`mainspring jobs`: who trains what, and how far each job is."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mainspring_ops.terminal import DEFAULT_URL, Pool, Url, ago, console, open_view
+
+
+def jobs(
+    tenant: Annotated[str | None, typer.Argument(help="Only this tenant's jobs.")] = None,
+    url: Url = DEFAULT_URL,
+    pool: Pool = "main",
+    limit: Annotated[int, typer.Option(min=1, help="Show so many jobs at most.")] = 1000,
+) -> None:
+    """List the jobs that have not ended.
+
+    queued: accepted requests that have not run. done: requests that have, failed ones among them. updates: optimizer
+    steps that were applied. last ran: since the end of its last cycle, as far back as the recent history goes.
+    """
+    from rich import box
+    from rich.table import Table
+
+    with open_view(url, pool) as view:
+        rows, now = view.jobs(tenant, limit), view.now_ms()
+    if not rows:
+        console().print(f"no open jobs in pool {pool}" + (f" of tenant {tenant}" if tenant else ""))
+        return
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("tenant", "job", "state", "base model", "rank", "worker", "queued", "done", "updates", "failed"):
+        number = name in ("rank", "queued", "done", "updates", "failed")
+        table.add_column(name, justify="right" if number else "left", no_wrap=name in ("tenant", "job", *"rank"))
+    table.add_column("last ran")
+    for job in rows:
+        table.add_row(
+            job.tenant,
+            job.name,
+            job.state,
+            job.base_model,
+            str(job.rank),
+            job.worker or "-",
+            str(job.queued),
+            str(job.done),
+            str(job.updates),
+            f"[red]{job.failed}[/]" if job.failed else "0",
+            f"{ago(now - job.last_ran_ms)} ago" if job.last_ran_ms is not None else "-",
+        )
+    console().print(table)
