@@ -26,7 +26,10 @@ def run_worker(settings: WorkerSettings | None = None) -> int:
 
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     settings.storage.mkdir(parents=True, exist_ok=True)
-    model = BaseModel.load(settings.base_model, device=settings.device, dtype=settings.dtype)
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = BaseModel.load(settings.base_model, device=device, dtype=settings.dtype)
     engine = Engine(
         model,
         storage=settings.storage,
