@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mainspring_ops.terminal import DEFAULT_URL, Pool, Url, console, count, open_view
+from mainspring_ops.terminal import DEFAULT_URL, Pool, Url, console, count, new_table, open_view
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,15 +59,11 @@ def cycles(
 
 def timeline(history: Sequence[Cycle]) -> Table:
     """Rows are jobs by first appearance, columns are cycles."""
-    from rich import box
-    from rich.table import Table
-
     cells: dict[tuple[str, str], dict[int, str]] = {}
     for cycle in history:
         for part in cycle.parts:
             cells.setdefault((part.tenant, part.job), {})[cycle.number] = short(part.ops)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_footer=False)
-    table.add_column("cycle", no_wrap=True)
+    table = new_table("cycle")
     for cycle in history:
         table.add_column(str(cycle.number), justify="center", no_wrap=True)
     for (tenant, job), row in list(cells.items())[:MAX_ROWS]:

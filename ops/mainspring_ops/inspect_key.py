@@ -37,7 +37,7 @@ def inspect(
                 f"there is no key {full} (never written, expired, or ended); docs/keys.md lists all keys"
             )
         out.print(f"{full}  {kind}", markup=False)
-        for text in _READERS[kind](view.client, full, seq):
+        for text in _READERS[kind](view.client, full, seq) or ["(empty)"]:
             out.print(text, markup=False, soft_wrap=True)
 
 

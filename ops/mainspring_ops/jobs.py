@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mainspring_ops.terminal import DEFAULT_URL, Pool, Url, ago, console, open_view
+from mainspring_ops.terminal import DEFAULT_URL, Pool, Url, ago, console, new_table, open_view
 
 
 def jobs(
@@ -20,19 +20,15 @@ def jobs(
     queued: accepted requests that have not run. done: requests that have, failed ones among them. updates: optimizer
     steps that were applied. last ran: since the end of its last cycle, as far back as the recent history goes.
     """
-    from rich import box
-    from rich.table import Table
-
     with open_view(url, pool) as view:
         rows, now = view.jobs(tenant, limit), view.now_ms()
     if not rows:
         console().print(f"no open jobs in pool {pool}" + (f" of tenant {tenant}" if tenant else ""))
         return
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("tenant", "job", "state", "base model", "rank", "worker", "queued", "done", "updates", "failed"):
-        number = name in ("rank", "queued", "done", "updates", "failed")
-        table.add_column(name, justify="right" if number else "left", no_wrap=name in ("tenant", "job", *"rank"))
-    table.add_column("last ran")
+    numbers = ("rank", "queued", "done", "updates", "failed")
+    table = new_table(
+        "tenant", "job", "state", "base model", "rank", "worker", *numbers[1:], "last ran", numbers=numbers
+    )
     for job in rows:
         table.add_row(
             job.tenant,

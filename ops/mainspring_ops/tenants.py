@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mainspring_ops.terminal import DEFAULT_URL, CommandFailed, Pool, Url, console, open_view
+from mainspring_ops.terminal import DEFAULT_URL, CommandFailed, Pool, Url, console, new_table, open_view
 
 app = typer.Typer(help="Add tenants to the pool, and list them.", no_args_is_help=True)
 
@@ -37,14 +37,9 @@ def add(
 @app.command("ls")
 def list_tenants(url: Url = DEFAULT_URL, pool: Pool = "main") -> None:
     """List the tenants with their weights and how many open jobs each has."""
-    from rich import box
-    from rich.table import Table
-
     with open_view(url, pool) as view:
         rows = view.tenants()
-    table = Table("tenant", box=box.SIMPLE_HEAD)
-    table.add_column("weight", justify="right")
-    table.add_column("open jobs", justify="right")
+    table = new_table("tenant", "weight", "open jobs", numbers=("weight", "open jobs"))
     for tenant in rows:
         table.add_row(tenant.name, f"{tenant.weight:g}", str(tenant.jobs))
     console().print(table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +12,7 @@ import typer
 if TYPE_CHECKING:
     import redis
     from rich.console import Console
+    from rich.table import Table
 
     from mainspring_ops.view import View
 
@@ -33,6 +34,17 @@ def console(*, stderr: bool = False) -> Console:
 
     width = None if os.isatty(1) else int(os.environ.get("COLUMNS", "120"))
     return Console(stderr=stderr, highlight=False, width=width)
+
+
+def new_table(*columns: str, numbers: Container[str] = ()) -> Table:
+    """A table without a frame; the columns in `numbers` are set to the right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right" if name in numbers else "left")
+    return table
 
 
 @contextlib.contextmanager
@@ -101,8 +113,8 @@ def ago(ms: float) -> str:
 
 
 def count(number: float) -> str:
-    """A number short enough for a column: 940, 12.3k, 4.1M."""
+    """A number short enough for a column: 9400, 12.3k, 4.1M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size * 9.995:
+        if number >= max(size, 10_000):
             return f"{number / size:.0f}{unit}" if number >= size * 100 else f"{number / size:.1f}{unit}"
     return f"{number:.0f}"

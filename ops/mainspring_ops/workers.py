@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mainspring_ops.terminal import DEFAULT_URL, Pool, Url, ago, console, count, open_view
+from mainspring_ops.terminal import DEFAULT_URL, Pool, Url, ago, console, count, new_table, open_view
 
 KNOWN = {"incarnation", "state", "slots", "jobs", "load", "registered_ms"}  # shown in columns of their own, or dull
 
@@ -13,9 +13,6 @@ def workers(url: Url = DEFAULT_URL, pool: Pool = "main") -> None:
     load: a decaying sum of tokens, by which new jobs are placed. heartbeat: since the last sign of life; a worker that
     stays silent is taken out, and its jobs are placed anew.
     """
-    from rich import box
-    from rich.table import Table
-
     with open_view(url, pool) as view:
         rows, info, clock, leads, now = view.workers(), view.info(), view.clock(), view.has_leader(), view.now_ms()
     out = console()
@@ -26,9 +23,7 @@ def workers(url: Url = DEFAULT_URL, pool: Pool = "main") -> None:
     if not rows:
         out.print("no workers: start one with `mainspring worker`")
         return
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("worker", "state", "jobs", "load", "heartbeat", "up", "about"):
-        table.add_column(name, justify="right" if name in ("jobs", "load") else "left")
+    table = new_table("worker", "state", "jobs", "load", "heartbeat", "up", "about", numbers=("jobs", "load"))
     for worker in rows:
         about = " · ".join(f"{name} {value}" for name, value in sorted(worker.fields.items()) if name not in KNOWN)
         table.add_row(
