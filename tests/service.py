@@ -82,7 +82,7 @@ class Service:
 @contextmanager
 def running_service(folder: Path, *, workers: int = 1, clocks: int = 1, **settings: object) -> Iterator[Service]:
     """A pool with its own server. `settings` are the processes' settings by field name."""
-    server = ValkeyServer(data_dir=folder / "valkey", persist=True, maxmemory_policy="noeviction")
+    server = ValkeyServer(data_dir=folder / "valkey", persist=True, config={"maxmemory-policy": "noeviction"})
     server.start()
     service = Service(folder, server.connection_url, **settings)
     try:

@@ -67,6 +67,11 @@ async def run_async(client: redis.asyncio.Redis, call: Call[T]) -> T:
     return call.decode(reply)
 
 
+def text(reply: Any) -> str:
+    """A reply of plain Redis commands as text, whether or not the client decodes by itself."""
+    return reply.decode() if isinstance(reply, bytes) else str(reply)
+
+
 def translate(error: ResponseError) -> Exception:
     """Our own exception for an error reply of the server, or the reply itself."""
     text = str(error)

@@ -2,19 +2,18 @@
 
     key                                    type    holds                                             written by                  expires
     ms:{pool}:info                         hash    base model facts and limits                       register, configure         never
-    ms:{pool}:clock                        hash    cycle, state, virtual time, name of the leader    lead, tick, commit          never
+    ms:{pool}:clock                        hash    cycle, state, name of the leader                  lead, tick, commit          never
     ms:{pool}:lease                        string  random token of the leading clock                 lead, tick                  lease_ms
     ms:{pool}:pending                      hash    worker -> batch token, for the running cycle      tick, commit, requeue       empties itself
     ms:{pool}:cycle                        hash    the running cycle: plan, timings so far           tick, commit                at the boundary
     ms:{pool}:cycles                       stream  "<cycle>-0": one entry a finished cycle           commit, requeue             capped
     ms:{pool}:bell                         list    at most one token: "look again" for the clock     commit, register, add_tenant  taken by the clock
     ms:{pool}:tenants                      hash    tenant -> weight in the fair share                add_tenant                  never
-    ms:{pool}:fair                         zset    tenant -> virtual time                            tick                        never
     ms:{pool}:workers                      zset    worker -> last heartbeat (ms)                     register, heartbeat         with the worker
     ms:{pool}:worker:<w>                   hash    incarnation, state, slots, jobs, host, …          register, heartbeat, tick   with the worker
     ms:{pool}:worker:<w>:batches           stream  the batches for that worker                       tick                        capped, with the worker
+    ms:{pool}:worker:<w>:fair              hash    virtual times of the tenants and their jobs       tick                        with the worker
     ms:{pool}:worker:<w>:jobs              set     "<tenant>/<job>" placed there                     tick, commit, requeue       empties itself
-    ms:{pool}:t:<tenant>                   hash    virtual time of the tenant's jobs                 tick                        never
     ms:{pool}:t:<tenant>:jobs              set     jobs that have not ended                          create_job, commit          empties itself
     ms:{pool}:t:<tenant>:ready:<w>         zset    jobs with an eligible head, by virtual time       submit, tick, commit        empties itself
     ms:{pool}:t:<tenant>:wake              list    at most one token; the idle clock blocks on it    submit                      taken by the clock
@@ -83,10 +82,6 @@ def tenants(pool: str) -> str:
     return f"ms:{{{pool}}}:tenants"
 
 
-def fair(pool: str) -> str:
-    return f"ms:{{{pool}}}:fair"
-
-
 def workers(pool: str) -> str:
     return f"ms:{{{pool}}}:workers"
 
@@ -97,6 +92,10 @@ def worker(pool: str, name: str) -> str:
 
 def worker_batches(pool: str, name: str) -> str:
     return f"{worker(pool, name)}:batches"
+
+
+def worker_fair(pool: str, name: str) -> str:
+    return f"{worker(pool, name)}:fair"
 
 
 def worker_jobs(pool: str, name: str) -> str:

@@ -104,9 +104,9 @@ class Clock:
                 "max_payload_bytes": s.max_payload_bytes,
             },
         )
-        known = self.client.hkeys(keys.tenants(s.pool))
+        known = set(map(functions.text, self.client.hkeys(keys.tenants(s.pool))))
         for name, weight in parse_tenants(s.tenants).items():
-            if name.encode() not in known:  # a weight that an operator set later stays
+            if name not in known:  # a weight that an operator set later stays
                 functions.run(self.client, functions.add_tenant(pool=s.pool, tenant=name, weight=weight))
 
     def _step_down(self, why: str) -> None:
@@ -157,13 +157,13 @@ class Clock:
     def _wait(self, waited_for: list[str]) -> str | None:
         """Block until one of the lists has a token; not for long, so that the lease is kept and a signal is seen."""
         popped = self.client.blpop(waited_for, timeout=min(self.settings.lease_ms / 1000 / 3, MAX_WAIT_S))
-        return popped[0].decode() if popped else None
+        return functions.text(popped[0]) if popped else None
 
     def _sleep_until_work(self) -> None:
         """An idle pool: sleep until something arrives, then gather for a moment, so that a pair sent together runs together."""
         s = self.settings
         bell = keys.bell(s.pool)
-        wakes = [keys.wake(s.pool, name.decode()) for name in self.client.hkeys(keys.tenants(s.pool))]
+        wakes = [keys.wake(s.pool, functions.text(name)) for name in self.client.hkeys(keys.tenants(s.pool))]
         woken = self._wait([bell, *wakes])
         if woken is None or woken == bell:
             return
@@ -183,13 +183,11 @@ class Clock:
         self._last_check_ms = now_ms()
         seconds, micros = self.client.time()
         latest = seconds * 1000 + micros // 1000 - s.worker_timeout_ms
-        for name in self.client.zrangebyscore(keys.workers(s.pool), "-inf", latest):
-            call = functions.requeue(
-                pool=s.pool, worker=name.decode(), lease=self.token, dead_after_ms=s.worker_timeout_ms
-            )
+        for name in map(functions.text, self.client.zrangebyscore(keys.workers(s.pool), "-inf", latest)):
+            call = functions.requeue(pool=s.pool, worker=name, lease=self.token, dead_after_ms=s.worker_timeout_ms)
             moved = functions.run(self.client, call)
             if moved is not None:
-                log.warning("worker %s is dead (no heartbeat): %d jobs are placed anew", name.decode(), moved)
+                log.warning("worker %s is dead (no heartbeat): %d jobs are placed anew", name, moved)
 
     def _note_unplaced(self, unplaced: int) -> None:
         if unplaced != self._waiting_for_worker:

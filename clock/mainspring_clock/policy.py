@@ -5,12 +5,14 @@ against both, so that either may be read as the explanation of the other.
 
 Fair share is start-time fair queueing, kept by each worker for itself, since its jobs can run nowhere else. Tenants first,
 then the jobs within a tenant, have a virtual time: the tokens they were given, divided by their weight. Whoever is
-furthest behind is next. The present of a worker is the lowest virtual time that it served last; who was away starts at
-the present, so that nobody saves up a claim while asleep.
+furthest behind is next. The present is the lowest virtual time whose turn came in the last cycle; who was away starts
+there, so that nobody saves up a claim while asleep. A job that was next but did not fit goes first in the next cycle,
+when the worker is empty, or small neighbours could keep a large batch waiting for ever.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -83,7 +85,7 @@ class Job:
 class Fair:
     """A worker's memory of who got how much, from one cycle to the next."""
 
-    present: float = 0.0  # virtual time of the tenants: the lowest that was served last
+    present: float = 0.0  # of the tenants
     tenants: Mapping[str, float] = field(default_factory=dict)  # virtual time of each tenant
     jobs: Mapping[str, float] = field(default_factory=dict)  # present of the jobs of each tenant
     passed: tuple[str, str] | None = None  # the job that did not fit last time: it goes first
@@ -137,7 +139,7 @@ def select(
     ]
     turns: list[Turn] = []
     tenants, presents = dict(fair.tenants), dict(fair.jobs)
-    lowest: float | None = None
+    lowest = math.inf
     lowest_job: dict[str, float] = {}
     passed: tuple[str, str] | None = None
     used, skips = 0, 0
@@ -152,6 +154,9 @@ def select(
                 break
             share = min(waiting, key=lambda share: share.vtime)
             job = share.waiting[share.skipped]
+        start = max(job.vtime, presents.get(job.tenant, 0.0))
+        lowest = min(lowest, share.vtime)
+        lowest_job[job.tenant] = min(start, lowest_job.get(job.tenant, start))
         requests = prefix(job.queue, budget_tokens - used, used == 0)
         if not requests:
             share.skipped += 1
@@ -161,18 +166,14 @@ def select(
         share.waiting.remove(job)
         tokens = sum(header.tokens for header in requests)
         cost = max(tokens, MIN_COST)
-        start = max(job.vtime, presents.get(job.tenant, 0.0))
         turns.append(Turn(replace(job, vtime=start + cost / max(job.weight, MIN_WEIGHT)), requests))
-        lowest_job[job.tenant] = min(start, lowest_job.get(job.tenant, start))
-        lowest = share.vtime if lowest is None else min(lowest, share.vtime)
         share.vtime += cost / share.weight
         tenants[share.tenant] = share.vtime
         used += tokens
     if not turns:
         return [], fair
-    present = max(fair.present, lowest if lowest is not None else 0.0)
     presents.update((tenant, max(presents.get(tenant, 0.0), start)) for tenant, start in lowest_job.items())
-    return turns, Fair(present, tenants, presents, passed)
+    return turns, Fair(max(fair.present, lowest), tenants, presents, passed)
 
 
 def _find(shares: Iterable[_Share], wanted: tuple[str, str] | None) -> tuple[_Share, Job] | None:

@@ -143,7 +143,7 @@ class Worker:
     def _check_name(self) -> None:
         """A heartbeat was refused: the name is another's, or this worker was declared dead and may come back."""
         holder = self.client.hget(keys.worker(self.settings.pool, self.name), "incarnation")
-        if holder is not None and holder.decode() != self.incarnation:
+        if holder is not None and functions.text(holder) != self.incarnation:
             raise WorkerReplaced(f"worker {self.name}: another process has taken this name; this one ends")
         log.warning("worker %s was taken out of the pool; registering again", self.name)
         self.incarnation = ""
@@ -176,16 +176,16 @@ class Worker:
 
     def _serve_one(self) -> None:
         stream = keys.worker_batches(self.settings.pool, self.name)
-        reply = self.client.xread({stream: self._last_id}, count=1, block=BLOCK_MS)
+        reply: Any = self.client.xread({stream: self._last_id}, count=1, block=BLOCK_MS)
         if not reply:
             return
-        entry_id, fields = reply[0][1][0]
+        (_, ((entry_id, fields),)), *_ = reply
         batch = functions.decode_batch(fields)
         begun = time.perf_counter()
         works = self._fetch(batch)
         if works is not None:
             self._run_batch(batch, works, begun)
-        self._last_id = entry_id.decode()
+        self._last_id = functions.text(entry_id)
 
     def _run_batch(self, batch: Batch, works: list[Work], begun: float) -> None:
         items = [item for work in works for item in self._items(work)]
@@ -291,7 +291,7 @@ class Worker:
         for job in batch.jobs:
             name = f"{job.tenant}/{job.job}"
             found = self.client.hget(keys.job(self.settings.pool, job.tenant, job.job), "lineage")
-            if found is not None and found.decode() == lineages[name]:
+            if found is not None and functions.text(found) == lineages[name]:
                 self._note(name, lineages[name])
             else:
                 log.warning("job %s: the batch of cycle %d was taken back, the copy here is dropped", name, batch.cycle)

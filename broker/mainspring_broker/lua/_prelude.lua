@@ -34,27 +34,30 @@ local function int(value)
     return string.format("%.0f", value)
 end
 
--- Put a job whose head may run into its ready set; a job that was away starts at the tenant's present virtual time, so
--- that it cannot save up a claim while it sleeps.
+local function exact(value) -- a virtual time, so that it is the same number when it is read again
+    return string.format("%.17g", value)
+end
+
+local function hash(key)
+    local flat, fields = redis.call("HGETALL", key), {}
+    for i = 1, #flat, 2 do fields[flat[i]] = flat[i + 1] end
+    return fields
+end
+
+-- Put a job whose head may run into its ready set.
 local function make_ready(P, tenant, job, worker, vtime)
-    local T = tenant_key(P, tenant)
     if worker == "" then worker = "-" end
-    local present = number(redis.call("HGET", T, "vtime"))
-    redis.call("ZADD", T .. ":ready:" .. worker, math.max(number(vtime), present), job)
+    redis.call("ZADD", tenant_key(P, tenant) .. ":ready:" .. worker, vtime, job)
 end
 
 -- The barrier is complete: write the cycle's history entry and wake the clock.
 local function close_cycle(P)
-    local running = redis.call("HGETALL", P .. "cycle")
-    local entry, timings = {}, {}
-    for i = 1, #running, 2 do
-        local worker = string.match(running[i], "^worker:(.+)$")
-        if worker then
-            timings[#timings + 1] = cjson.encode(worker) .. ":" .. running[i + 1]
-        else
-            entry[running[i]] = running[i + 1]
-        end
+    local entry, timings = hash(P .. "cycle"), {}
+    for field, value in pairs(entry) do
+        local worker = string.match(field, "^worker:(.+)$")
+        if worker then timings[#timings + 1] = cjson.encode(worker) .. ":" .. value end
     end
+    table.sort(timings)
     local now = now_ms()
     redis.call("XADD", P .. "cycles", "MAXLEN", "~", entry.keep, entry.cycle .. "-0",
         "started_ms", entry.started_ms, "ms", int(now - entry.started_ms), "jobs", entry.jobs,

@@ -16,4 +16,4 @@ local function cancel(keys, args)
     redis.call("LSET", J .. ":queue", index, seq .. " " .. op .. " 0 cancelled")
     return 1
 end
-redis.register_function("ms_cancel", cancel)
+redis.register_function { function_name = "ms_cancel", callback = cancel, flags = { "allow-oom" } }

@@ -34,6 +34,7 @@ local function commit(keys, args)
     for _, job in ipairs(jobs) do
         if job.done ~= job.taken then return 0 end
     end
+    if #jobs ~= number(redis.call("HGET", P .. "cycle", "size:" .. worker)) then return 0 end -- a job is missing
 
     for _, job in ipairs(jobs) do
         local J, T, ended = job.J, tenant_key(P, job.tenant), false

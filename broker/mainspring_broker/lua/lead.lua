@@ -11,4 +11,4 @@ local function lead(keys, args)
     if not holder then redis.call("HSET", P .. "clock", "leader", args[3], "leads_since_ms", int(now_ms())) end
     return 1
 end
-redis.register_function("ms_lead", lead)
+redis.register_function { function_name = "ms_lead", callback = lead, flags = { "allow-oom" } }

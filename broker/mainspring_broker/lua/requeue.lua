@@ -17,14 +17,10 @@ local function requeue(keys, args)
     for _, name in ipairs(names) do
         local tenant, job = string.match(name, "^([^/]+)/(.+)$")
         local T = tenant_key(P, tenant)
-        redis.call("HSET", job_key(P, tenant, job), "worker", "")
-        local score = redis.call("ZSCORE", T .. ":ready:" .. worker, job)
-        if score then
-            redis.call("ZREM", T .. ":ready:" .. worker, job)
-            redis.call("ZADD", T .. ":ready:-", score, job)
-        end
+        redis.call("HSET", job_key(P, tenant, job), "worker", "", "vtime", 0) -- virtual times are each worker's own
+        if redis.call("ZREM", T .. ":ready:" .. worker, job) == 1 then make_ready(P, tenant, job, "", 0) end
     end
-    redis.call("DEL", W, W .. ":jobs", W .. ":batches")
+    redis.call("DEL", W, W .. ":jobs", W .. ":batches", W .. ":fair")
     redis.call("ZREM", P .. "workers", worker)
     ring(P .. "bell")
     return { "removed", #names }

@@ -10,4 +10,4 @@ local function resign(keys, args)
     ring(P .. "bell")
     return 1
 end
-redis.register_function("ms_resign", resign)
+redis.register_function { function_name = "ms_resign", callback = resign, flags = { "allow-oom" } }

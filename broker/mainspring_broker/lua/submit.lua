@@ -5,11 +5,19 @@
 -- Returns {status, last_seq, chain, done_seq}: "accepted"; "have" (this very request was accepted before); "gap" (send again from
 --   last_seq + 1); "full" (too many unfinished requests or bytes: wait); "too_large"; "conflict" (this seq was another request);
 --   "diverged" (the sender's history is not the job's); "fenced" (another writer owns the job); "ended"; "unknown".
+-- Errors: "INVALID …" for a seq, op or tokens that the clock could not read; the typed call never sends one.
 -- Atomic because the check of seq and chain and the append must see the same job; two senders may race.
+local function whole(text, digits)
+    return #text <= digits and string.match(text, "^%d+$")
+end
+
 local function submit(keys, args)
     local P, J = pool_prefix(keys), keys[2]
     local tenant, job, writer, seq = args[1], args[2], args[3], tonumber(args[4])
     local previous, op, tokens, digest, payload = args[5], args[6], args[7], args[8], args[9]
+    if not (whole(args[4], 15) and seq > 0 and whole(tokens, 9) and string.match(op, "^[%w_]+$")) then
+        return redis.error_reply("INVALID seq, tokens or op")
+    end
     local f = redis.call("HMGET", J, "state", "writer", "last_seq", "done_seq", "chain", "batch", "worker", "vtime",
         "backlog_bytes")
     if not f[1] then return { "unknown", 0, "", 0 } end
