@@ -22,6 +22,7 @@ def configure_logging(level: str) -> None:
     logging.basicConfig(
         level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S"
     )
+    logging.getLogger("redis").setLevel(logging.INFO)  # its debug lines are about features that we do not use
 
 
 def on_signal_stop(stop: Callable[[], None]) -> None:
