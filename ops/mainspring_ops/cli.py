@@ -44,7 +44,7 @@ def main() -> None:
 
 def explain(error: Exception) -> str | None:
     """The error in words for a person, or None when it is a fault of ours that wants a traceback."""
-    if isinstance(error, CommandFailed):
+    if isinstance(error, CommandFailed | OSError):  # OSError: a folder, a port, or a base model that cannot be read
         return str(error)
     from pydantic import ValidationError
     from redis.exceptions import RedisError
