@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
@@ -83,7 +84,7 @@ class Server:
         for client in self._clients:
             client.close()
         self.kill()
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
@@ -160,6 +161,7 @@ class SchemaRow:
     expires: str
 
 
+@functools.cache
 def schema() -> list[SchemaRow]:
     """The table of keys.py; a placeholder stands for any name, and {pool} for any pool."""
     rows = []
@@ -179,12 +181,17 @@ def schema() -> list[SchemaRow]:
 def leaks(client: redis.Redis) -> list[str]:
     """What is wrong with the keys in the database, in words; empty when all is well."""
     found = []
-    for raw in client.scan_iter():
-        key = raw.decode()
-        row = next((row for row in schema() if row.pattern.fullmatch(key)), None)
-        ttl, kind = client.pttl(key), client.type(key).decode()
+    names = [key.decode() for key in client.scan_iter(count=1000)]
+    with client.pipeline(transaction=False) as pipe:
+        for key in names:
+            job = re.match(r"ms:\{[^{}]+\}:t:[^:]+:job:[^:]+", key)
+            pipe.type(key).pttl(key).hget(job[0] if job else "no job", "state")
+        replies = iter(pipe.execute())
+    for key, kind, ttl, state in zip(names, replies, replies, replies, strict=False):
+        kind = kind.decode()
         if ttl == -2:  # it has expired meanwhile
             continue
+        row = next((row for row in schema() if row.pattern.fullmatch(key)), None)
         if row is None:
             found.append(f"{key}: not in the schema of keys.py")
             continue
@@ -192,10 +199,8 @@ def leaks(client: redis.Redis) -> list[str]:
             found.append(f"{key}: a {kind}, the schema says {row.type}")
         if ttl == -1 and not LASTING.match(row.expires):
             found.append(f"{key}: has no time to live, the schema says {row.expires!r}")
-        if job := re.match(r"(ms:\{[^{}]+\}:t:[^:]+:job:[^:]+)(:\w+)?", key):
-            open_job = client.hget(job[1], "state") in (b"open", b"ending")
-            if ttl == -1 and not open_job:
-                found.append(f"{key}: lives without end though its job has ended")
+        if ttl == -1 and ":job:" in key and state not in (b"open", b"ending"):
+            found.append(f"{key}: lives without end though its job has ended")
     return found
 
 

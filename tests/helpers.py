@@ -273,9 +273,23 @@ class Scene:
             for entry, fields in self.r.xrange(keys.cycles(self.pool))
         ]
 
-    def everything(self) -> dict[bytes, bytes]:
+    def everything(self) -> dict[bytes, Any]:
         """Each key with its value: two equal snapshots mean that nothing was written."""
-        return {key: self.r.dump(key) for key in self.r.scan_iter()}
+        names = list(self.r.scan_iter(count=1000))
+        read: dict[bytes, Callable[[Any, bytes], Any]] = {
+            b"hash": lambda pipe, key: pipe.hgetall(key),
+            b"list": lambda pipe, key: pipe.lrange(key, 0, -1),
+            b"set": lambda pipe, key: pipe.smembers(key),
+            b"stream": lambda pipe, key: pipe.xrange(key),
+            b"string": lambda pipe, key: pipe.get(key),
+            b"zset": lambda pipe, key: pipe.zrange(key, 0, -1, withscores=True),
+        }
+        with self.r.pipeline(transaction=False) as pipe:
+            for key in names:
+                pipe.type(key)
+            for key, kind in zip(names, pipe.execute(), strict=True):
+                read[kind](pipe, key)
+            return dict(zip(names, pipe.execute(), strict=True))
 
 
 def taken(batch: Batch | None) -> dict[str, list[int]]:

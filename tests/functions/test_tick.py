@@ -231,7 +231,7 @@ def test_a_clock_that_dies_after_its_tick_leaves_a_cycle_that_the_next_one_finis
     assert job.field("done_seq") == "4"
 
 
-def test_a_thousand_waiting_jobs_do_not_keep_a_small_tenant_waiting(scene: Scene) -> None:
+def test_a_neighbour_with_many_waiting_jobs_does_not_keep_a_small_tenant_waiting(scene: Scene) -> None:
     scene.register("w1", slots=100)
     for number in range(30):
         job = scene.job(f"big{number:02}", tenant="big")
