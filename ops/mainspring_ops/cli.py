@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from mainspring_ops import cycles, inspect_key, jobs, run, tenants, up, workers
+from mainspring_ops import cycles, demo, inspect_key, jobs, run, tenants, up, workers
 from mainspring_ops.terminal import CommandFailed
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("up")(up.up)
+app.command("demo")(demo.demo)
 app.command("clock")(run.clock)
 app.command("worker")(run.worker)
 app.command("jobs")(jobs.jobs)

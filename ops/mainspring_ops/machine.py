@@ -27,11 +27,11 @@ TAIL_LINES = 15
 
 PROGRAM = """\
 import mainspring as trio
-trainer = trio.ServiceClient().create_lora_training_client(rank=8)
-tokens = trainer.get_tokenizer().encode("Every cycle is a fused piece of many jobs' work.")
-datum = trio.Datum.from_tokens(tokens)
-trained, stepped = trainer.forward_backward([datum], "cross_entropy"), trainer.optim_step(trio.AdamParams(learning_rate=1e-3))
-print(trained.result().metrics, "in cycle", stepped.cycle)"""
+client = trio.ServiceClient().create_lora_training_client({base_model!r}, rank=8)
+ids = client.get_tokenizer().encode("Every cycle is one piece of work from many jobs.")
+datum = trio.Datum(trio.ModelInput.from_ints(ids[:-1]), {{"target_tokens": ids[1:]}})
+loss, step = client.forward_backward([datum], "cross_entropy"), client.optim_step(trio.AdamParams(learning_rate=1e-3))
+print(loss.result().metrics, step.result().metrics, "in cycle", step.cycle)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class Machine:
         out.print(f"export MAINSPRING_URL={hide_password(url)}", markup=False, soft_wrap=True)
         if plan.pool != "main":
             out.print(f"export MAINSPRING_POOL={plan.pool}", markup=False, soft_wrap=True)
-        out.print(f"\n{PROGRAM}\n", markup=False, soft_wrap=True)
+        out.print(f"\n{PROGRAM.format(base_model=plan.base_model)}\n", markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -82,6 +82,7 @@ def worker(
 
     Start as many as there are devices, on any host that reaches Redis and the storage folder; the clock places jobs on
     them. All workers of a pool have the same base model. Stop it with Ctrl-C or SIGTERM: it finishes its batch first.
+    What its open jobs have not saved is lost with it.
 
     The other settings are environment variables: docs/settings.md.
     """

@@ -32,7 +32,7 @@ class CommandFailed(Exception):
 def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
-    width = None if os.isatty(1) else int(os.environ.get("COLUMNS", "120"))
+    width = None if os.isatty(1) else int(os.environ.get("COLUMNS", "160"))
     return Console(stderr=stderr, highlight=False, width=width)
 
 
@@ -43,7 +43,7 @@ def new_table(*columns: str, numbers: Container[str] = ()) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in columns:
-        table.add_column(name, justify="right" if name in numbers else "left")
+        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
     return table
 
 

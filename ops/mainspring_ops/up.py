@@ -31,8 +31,8 @@ def up(
     """Run everything on this machine until Ctrl-C.
 
     Starts an embedded Valkey (appended to disk), a clock and the workers, and says when the pool is ready. A process
-    that crashes is started again. Run it twice with the same --dir and jobs' requests, results and saved adapters are
-    still there; two at the same time need two folders.
+    that crashes is started again. Saved adapters, tenants, results and the history stay in --dir for the next run; what
+    open jobs have not saved is lost with their worker. Two at the same time need two folders.
     """
     import asyncio
 

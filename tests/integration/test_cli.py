@@ -6,14 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import redis
 
 from mainspring_broker import keys
 from mainspring_broker.wire import Envelope, ForwardBackward, Jagged, OptimStep, encode_envelope, encode_operation
@@ -23,9 +20,21 @@ from mainspring_ops.inspect_key import show
 from mainspring_ops.terminal import ago, count, hide_password
 from tests.conftest import Server
 from tests.helpers import Scene, wait_until
+from tests.up import START_S, command, processes_of, started, up
 
-COMMANDS = ["up", "clock", "worker", "jobs", "cycles", "inspect", "workers", "tenants", "tenants add", "tenants ls"]
-START_S = 150  # two workers import torch on a busy machine
+COMMANDS = [
+    "up",
+    "demo",
+    "clock",
+    "worker",
+    "jobs",
+    "cycles",
+    "inspect",
+    "workers",
+    "tenants",
+    "tenants add",
+    "tenants ls",
+]
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -78,8 +87,8 @@ def test_every_command_explains_itself(run: Run, command: str) -> None:
 
 def test_the_list_of_commands_here_is_complete(run: Run) -> None:
     _, out, _ = run("--help")
-    for command in COMMANDS:
-        assert command.split()[0] in out
+    for name in COMMANDS:
+        assert name.split()[0] in out
 
 
 def test_help_and_light_commands_load_no_torch_and_no_redis() -> None:
@@ -249,57 +258,11 @@ def test_long_values_are_cut() -> None:
 # -- up ---------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def up(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """`mainspring up` with its output in folder/out."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAINSPRING_")}
-    command = [sys.executable, "-m", "mainspring_ops", "up", "--dir", str(folder / "data"), "--port", "0", *options]
-    with (folder / "out").open("w") as out:
-        process = subprocess.Popen(
-            command, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL, text=True, cwd=folder
-        )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait(30)
-
-
-def url_of(folder: Path) -> str:
-    """The URL that a ready `up` has printed, "" before that."""
-    lines = (folder / "out").read_text().splitlines()
-    return next((line.partition("=")[2] for line in lines if line.startswith("export MAINSPRING_URL=")), "")
-
-
-def processes_of(folder: Path) -> list[str]:
-    """Command lines of the processes that name this folder in their arguments or environment."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
-            ended = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        except OSError:
-            continue
-        if str(folder).encode() in text and not ended:
-            found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-    return found
-
-
-def started(folder: Path, process: subprocess.Popen[str]) -> redis.Redis:
-    def ready() -> str:
-        assert process.poll() is None, (folder / "out").read_text()
-        return url_of(folder)
-
-    return redis.Redis.from_url(str(wait_until(ready, "`mainspring up` is ready", timeout=START_S)))
-
-
 @pytest.mark.timeout(300)
 def test_up_restarts_what_crashes_and_leaves_nothing_behind(tmp_path: Path) -> None:
     with up(tmp_path) as process:
         with started(tmp_path, process) as client:
+            assert len(processes_of(tmp_path)) == 4  # up, valkey, clock, worker
             assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "noeviction"
             assert client.config_get("appendonly")["appendonly"] == "yes"
             worker = keys.worker("main", "worker-1")
@@ -329,20 +292,13 @@ def test_children_end_with_an_up_that_is_killed_and_its_data_stays(tmp_path: Pat
     with up(tmp_path, "--verbose") as process:
         with started(tmp_path, process) as client:
             assert client.hget(keys.tenants("main"), "kept") == b"3"
-        with up_again(tmp_path) as (status, said):
-            assert status == 1
-            assert "another `mainspring up` runs in" in said
+        second = subprocess.run(command(tmp_path), capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+        assert second.returncode == 1
+        assert "another `mainspring up` runs in" in second.stderr
         process.terminate()
         assert process.wait(60) == 0
         assert "worker-1 │ " in (tmp_path / "out").read_text()
     assert processes_of(tmp_path) == []
-
-
-@contextmanager
-def up_again(folder: Path) -> Iterator[tuple[int, str]]:
-    command = [sys.executable, "-m", "mainspring_ops", "up", "--dir", str(folder / "data"), "--port", "0"]
-    found: Any = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
-    yield found.returncode, found.stderr
 
 
 @pytest.mark.timeout(200)
