@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
@@ -16,7 +17,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import ResponseError
 
-from mainspring_broker import keys
+from mainspring_broker import keys, library
 from mainspring_broker.errors import (
     HistoryDiverged,
     JobEnded,
@@ -73,13 +74,13 @@ def text(reply: Any) -> str:
 
 
 def translate(error: ResponseError) -> Exception:
-    """Our own exception for an error reply of the server, or the reply itself."""
+    """Our own exception for an error reply of the server, or the reply with the Lua file and line of a fault in it."""
     text = str(error)
     if "unction not found" in text:
         return LibraryMissing("the function library is not on the server: start a clock (mainspring clock)")
     if text.startswith("OOM") or "used memory > 'maxmemory'" in text:
         return ServerFull("Redis is out of memory (maxmemory): wait until results were read, or give it more memory")
-    return error
+    return type(error)(re.sub(r"user_function:(\d+)", lambda found: library.locate(int(found[1])), text))
 
 
 # -- chains -----------------------------------------------------------------------------------------------------------

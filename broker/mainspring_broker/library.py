@@ -38,10 +38,28 @@ def version() -> str:
 
 def code() -> str:
     """The whole library, as `FUNCTION LOAD` takes it."""
-    parts = [f"#!lua name={LIBRARY}\n", f'local VERSION = "{version()}"\n']
+    return _head() + "".join(_wrapped(name, body) for name, body in sources().items())
+
+
+def _head() -> str:
+    return f'#!lua name={LIBRARY}\nlocal VERSION = "{version()}"\n'
+
+
+def _wrapped(
+    name: str, body: str
+) -> str:  # `do ` adds no line, so that a line of the library is easily found in its file
+    return body + "\n" if name.startswith("_") else f"do {body}\nend\n"
+
+
+def locate(line: int) -> str:
+    """Where a line of the whole library, as the server's errors count it, comes from: "tick.lua:17"."""
+    first = _head().count("\n") + 1
     for name, body in sources().items():
-        parts.append(body + "\n" if name.startswith("_") else f"do {body}\nend\n")
-    return "".join(parts)
+        lines = _wrapped(name, body).count("\n")
+        if first <= line < first + lines:
+            return f"{name}.lua:{line - first + 1}"
+        first += lines
+    return f"line {line}"
 
 
 def check_server(client: redis.Redis) -> str:

@@ -12,12 +12,12 @@ local function register(keys, args)
     if model and model ~= args[4] then return { "other_base_model", model } end
     redis.call("HSET", keys[1], "base_model", args[4], "base_model_path", args[5], "vocab_size", args[6],
         "max_length", args[7])
-    local back = hand_back(P, worker)
+    local back, now = hand_back(P, worker), int(now_ms())
     redis.call("DEL", W .. ":batches")
-    redis.call("HSET", W, "incarnation", incarnation, "state", "ready", "slots", args[3], "registered_ms", int(now_ms()),
+    redis.call("HSET", W, "incarnation", incarnation, "state", "ready", "slots", args[3], "registered_ms", now,
         "jobs", redis.call("SCARD", W .. ":jobs"))
     for i = 8, #args - 1, 2 do redis.call("HSET", W, args[i], args[i + 1]) end
-    redis.call("ZADD", P .. "workers", int(now_ms()), worker)
+    redis.call("ZADD", P .. "workers", now, worker)
     ring(P .. "bell")
     return { "ok", back }
 end
