@@ -45,7 +45,7 @@ def make_batch(sequences: int = 1, tokens: int = 16) -> list[trio.Datum]:
 @contextmanager
 def busy_pool(client: trio.ServiceClient) -> Iterator[None]:
     """Another job with work for every cycle, each long against the time that a client needs to react."""
-    batch = make_batch(sequences=16, tokens=192)
+    batch = make_batch(sequences=12, tokens=128)
     stopping = threading.Event()
     neighbour = client.create_lora_training_client(BASE_MODEL, rank=8, seed=2)
 

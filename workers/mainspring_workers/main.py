@@ -18,7 +18,10 @@ def run_worker(settings: WorkerSettings | None = None) -> int:
     """Run a worker until SIGTERM or SIGINT. Returns the exit status: 1 when the pool does not want it."""
     settings = settings or WorkerSettings()
     configure_logging(settings.log_level)
-    import torch  # late, so that a wrong setting is said before the slow import
+    # Idle compute threads sleep instead of spinning: beside any other busy process, spinning makes a cycle many times
+    # slower, because the thread that everybody waits for is the one that gets no core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import torch  # late: libgomp reads the environment now, and a wrong setting was said before the slow import
 
     from mainspring_workers.base_model import BaseModel
     from mainspring_workers.engine import Engine
