@@ -73,7 +73,7 @@ class MainspringError(Exception):
 
     code: ClassVar[str] = "error"
 
-    def __init__(self, message: str, **details: Any) -> None:
+    def __init__(self, message: str, /, **details: Any) -> None:
         message = message if len(message) <= MAX_MESSAGE_CHARS else message[: MAX_MESSAGE_CHARS - 1] + "…"
         super().__init__(message)
         self.message = message

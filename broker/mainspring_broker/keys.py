@@ -1,7 +1,7 @@
 """Every Redis key, in one place.
 
     key                                    type    holds                                             written by                  expires
-    ms:{pool}:info                         hash    base model facts and limits                       register, configure         never
+    ms:{pool}:info                         hash    base model facts and limits                       register, the clock         never
     ms:{pool}:clock                        hash    cycle, state, name of the leader                  lead, tick, commit          never
     ms:{pool}:lease                        string  random token of the leading clock                 lead, tick                  lease_ms
     ms:{pool}:pending                      hash    worker -> batch token, for the running cycle      tick, commit, requeue       empties itself
@@ -50,44 +50,49 @@ def check_name(kind: str, name: str) -> str:
     return name
 
 
+def prefix(pool: str) -> str:
+    """What all keys of a pool begin with; no key by itself."""
+    return f"ms:{{{pool}}}:"
+
+
 def info(pool: str) -> str:
-    return f"ms:{{{pool}}}:info"
+    return f"{prefix(pool)}info"
 
 
 def clock(pool: str) -> str:
-    return f"ms:{{{pool}}}:clock"
+    return f"{prefix(pool)}clock"
 
 
 def lease(pool: str) -> str:
-    return f"ms:{{{pool}}}:lease"
+    return f"{prefix(pool)}lease"
 
 
 def pending(pool: str) -> str:
-    return f"ms:{{{pool}}}:pending"
+    return f"{prefix(pool)}pending"
 
 
 def cycle(pool: str) -> str:
-    return f"ms:{{{pool}}}:cycle"
+    return f"{prefix(pool)}cycle"
 
 
 def cycles(pool: str) -> str:
-    return f"ms:{{{pool}}}:cycles"
+    return f"{prefix(pool)}cycles"
 
 
 def bell(pool: str) -> str:
-    return f"ms:{{{pool}}}:bell"
+    return f"{prefix(pool)}bell"
 
 
 def tenants(pool: str) -> str:
-    return f"ms:{{{pool}}}:tenants"
+    return f"{prefix(pool)}tenants"
 
 
 def workers(pool: str) -> str:
-    return f"ms:{{{pool}}}:workers"
+    return f"{prefix(pool)}workers"
 
 
 def worker(pool: str, name: str) -> str:
-    return f"ms:{{{pool}}}:worker:{name}"
+    return f"{prefix(pool)}worker:{name}"
 
 
 def worker_batches(pool: str, name: str) -> str:
@@ -103,7 +108,8 @@ def worker_jobs(pool: str, name: str) -> str:
 
 
 def tenant(pool: str, name: str) -> str:
-    return f"ms:{{{pool}}}:t:{name}"
+    """What all keys of a tenant begin with; no key by itself."""
+    return f"{prefix(pool)}t:{name}"
 
 
 def jobs(pool: str, tenant_name: str) -> str:

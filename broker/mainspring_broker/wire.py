@@ -169,7 +169,8 @@ def _jagged_from_wire(op: str, name: str, value: Any) -> Jagged:
         raise PayloadInvalid(f"{op}: the values of {name} must be a tensor with one dimension")
     if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind != "i":
         raise PayloadInvalid(f"{op}: the lengths of {name} must be an int32 tensor with one dimension")
-    if len(lengths) and (int(lengths.min()) < 0 or int(lengths.sum(dtype=np.int64)) != len(values)):
+    bad_length = len(lengths) and (int(lengths.min()) < 0 or int(lengths.max()) > len(values))
+    if bad_length or (len(lengths) and int(lengths.sum(dtype=np.int64)) != len(values)):
         raise PayloadInvalid(f"{op}: the lengths of {name} do not add up to its {len(values)} values")
     if not len(lengths) and len(values):
         raise PayloadInvalid(f"{op}: {name} has {len(values)} values but no lengths")

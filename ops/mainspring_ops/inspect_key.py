@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mainspring_broker import keys
 from mainspring_ops.terminal import DEFAULT_URL, CommandFailed, Pool, Url, console, open_view
 
 MAX_ENTRIES = 20  # of a stream, list, set or sorted set
@@ -30,7 +31,7 @@ def inspect(
     """
     out = console()
     with open_view(url, pool) as view:
-        full = key if key.startswith("ms:{") else f"ms:{{{pool}}}:{key}"
+        full = keys.prefix(pool) + key.removeprefix(keys.prefix(pool))
         kind = view.client.type(full).decode()
         if kind == "none":
             raise CommandFailed(
