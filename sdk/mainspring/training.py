@@ -1,0 +1,238 @@
+"""One job, as its owner sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mainspring import encoding
+from mainspring.futures import APIFuture, PendingCall
+from mainspring.session import Session
+from mainspring.submit import JobSender, Request
+from mainspring.tokenizer import load_tokenizer
+from mainspring.types import (
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    OptimStepResponse,
+    SaveWeightsResponse,
+    ServerCapabilities,
+)
+from mainspring_broker import wire
+from mainspring_broker.errors import JobEnded, MainspringError, ServiceClosed, UnknownJob
+
+if TYPE_CHECKING:
+    from mainspring.client import ServiceClient
+
+T = TypeVar("T")
+
+
+class TrainingClient:
+    """One training job: a LoRA adapter with its optimizer. Made by `ServiceClient.create_lora_training_client`.
+
+    Requests run in the order in which they were submitted. Each method returns once its request is durably in the job's
+    queue (and waits while that is full); the result comes with the future. Submit `forward_backward` and `optim_step`
+    before waiting for either, and both run in one clock cycle. The methods may be called from any thread.
+
+    In a `with` or `async with` statement the job is ended on the way out.
+
+    Attributes:
+        job: the job's id.
+        base_model: the name of the pool's base model.
+        rank: of the adapter.
+        seed: of the adapter's initial values.
+    """
+
+    def __init__(
+        self,
+        service: ServiceClient,
+        session: Session,
+        sender: JobSender,
+        found: ServerCapabilities,
+        *,
+        rank: int,
+        seed: int,
+    ) -> None:
+        self.job = sender.job
+        self.base_model = found.base_model
+        self.rank = rank
+        self.seed = seed
+        self._service = service  # keeps the session open
+        self._session = session
+        self._sender = sender
+        self._base_model_path = found.base_model_path
+        self._limits = encoding.Limits(found.token_budget, found.max_payload_bytes)
+        self._init: PendingCall[int] | None = None
+        self._ended = False
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Compute the loss, summed over all tokens, and add its gradient to the job's.
+
+        Args:
+            data: the batch. One that is larger than a cycle's budget runs in several parts, as one update.
+            loss_fn: name of the loss function, e.g. "cross_entropy".
+            loss_fn_config: settings of the loss function.
+
+        Raises:
+            PayloadInvalid: something in the data is not a flat row of numbers. Other faults of the data are found by the
+                worker and raised by the future.
+            SubmitError: the request was not accepted, nothing happened.
+            ServiceError: the client was closed, or the service could not be reached for a long time.
+        """
+        return self._submitted(self._compute(data, loss_fn, loss_fn_config, backward=True))
+
+    async def forward_backward_async(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """As `forward_backward`, without blocking the event loop. Cancelled before it was sent, it is not sent."""
+        return await self._submitted_async(self._compute(data, loss_fn, loss_fn_config, backward=True))
+
+    def forward(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """As `forward_backward`, without a gradient."""
+        return self._submitted(self._compute(data, loss_fn, loss_fn_config, backward=False))
+
+    async def forward_async(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """As `forward`, without blocking the event loop."""
+        return await self._submitted_async(self._compute(data, loss_fn, loss_fn_config, backward=False))
+
+    def optim_step(self, adam_params: AdamParams) -> APIFuture[OptimStepResponse]:
+        """Apply the gradient of all `forward_backward` since the last step, and clear it. Raises as they do."""
+        return self._submitted(self._optim_step(adam_params))
+
+    async def optim_step_async(self, adam_params: AdamParams) -> APIFuture[OptimStepResponse]:
+        """As `optim_step`, without blocking the event loop."""
+        return await self._submitted_async(self._optim_step(adam_params))
+
+    def save_weights_for_sampler(self, name: str) -> APIFuture[SaveWeightsResponse]:
+        """Write the adapter in PEFT's format under a name that the job has not used before."""
+        return self._submitted(self._save_weights(name))
+
+    async def save_weights_for_sampler_async(self, name: str) -> APIFuture[SaveWeightsResponse]:
+        """As `save_weights_for_sampler`, without blocking the event loop."""
+        return await self._submitted_async(self._save_weights(name))
+
+    def end(self) -> APIFuture[None]:
+        """End the job, after everything submitted before: its place on the worker is freed."""
+        return self._submitted(self._end())
+
+    async def end_async(self) -> APIFuture[None]:
+        """As `end`, without blocking the event loop."""
+        return await self._submitted_async(self._end())
+
+    def get_tokenizer(self) -> Any:
+        """The base model's tokenizer. Needs transformers (`pip install transformers`)."""
+        return load_tokenizer(self.base_model, self._base_model_path)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the job unless it has ended. Returns when that is submitted; futures may still be awaited."""
+        if not self._ended:
+            with suppress(JobEnded, UnknownJob, ServiceClosed):
+                self.end()
+
+    async def close_async(self) -> None:
+        """As `close`, without blocking the event loop."""
+        if not self._ended:
+            with suppress(JobEnded, UnknownJob, ServiceClosed):
+                await self.end_async()
+
+    def __enter__(self) -> TrainingClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with suppress(*() if error is None else (MainspringError,)):  # the first error is the one to see
+            self.close()
+
+    async def __aenter__(self) -> TrainingClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with suppress(*() if error is None else (MainspringError,)):
+            await self.close_async()
+
+    def __repr__(self) -> str:
+        return f"TrainingClient(job={self.job!r}, base_model={self.base_model!r}, rank={self.rank})"
+
+    # -- what a future asks for ---------------------------------------------------------------------------------------
+
+    def check_may_block(self) -> None:
+        """Raises RuntimeError in a done-callback."""
+        self._session.check_may_block()
+
+    def start_cancel(self, call: PendingCall[Any]) -> Future[bool]:
+        """Ask the service to skip a call's requests."""
+        return self._session.start(lambda: self._session.cancel(self._sender, list(call.seqs)))
+
+    # -- building and posting calls -----------------------------------------------------------------------------------
+
+    def _open(self, init: wire.Init) -> PendingCall[int]:
+        self._init = self._post([init], lambda parts: int(parts[0]["parameters"]))
+        return self._init
+
+    def _compute(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None, *, backward: bool
+    ) -> PendingCall[ForwardBackwardOutput]:
+        whole = encoding.flatten(data, loss_fn, loss_fn_config or {}, backward=backward)
+        return self._post(encoding.split(whole, self._limits), encoding.join_outputs)
+
+    def _optim_step(self, adam_params: AdamParams) -> PendingCall[OptimStepResponse]:
+        values = {name: float(value) for name, value in asdict(adam_params).items()}
+        return self._post([wire.OptimStep(**values)], lambda parts: OptimStepResponse(parts[0]["metrics"]))
+
+    def _save_weights(self, name: str) -> PendingCall[SaveWeightsResponse]:
+        return self._post([wire.SaveWeights(name)], lambda parts: SaveWeightsResponse(parts[0]["path"]))
+
+    def _end(self) -> PendingCall[None]:
+        call: PendingCall[None] = self._post([wire.End()], lambda parts: None)
+        self._ended = True
+        return call
+
+    def _post(self, operations: Sequence[wire.Operation], join: Callable[[list[dict[str, Any]]], T]) -> PendingCall[T]:
+        """Queue a call. From here on its place in the job's order is fixed."""
+        call = PendingCall(self.job, join, self._init)
+        requests = [
+            Request.of(call, wire.op_name(operation), wire.token_count(operation), wire.encode_operation(operation))
+            for operation in operations
+        ]
+        self._session.post(self._sender, requests)
+        return call
+
+    def _submitted(self, call: PendingCall[T]) -> APIFuture[T]:
+        """Wait until the call is accepted."""
+        try:
+            self.check_may_block()
+            call.accepted.result()
+        except BaseException:  # a KeyboardInterrupt, for one
+            self._withdraw(call)
+            raise
+        return APIFuture(self, call, call.outcome)
+
+    async def _submitted_async(self, call: PendingCall[T]) -> APIFuture[T]:
+        try:
+            await asyncio.wrap_future(call.accepted)
+        except asyncio.CancelledError:
+            self._withdraw(call)
+            raise
+        return APIFuture(self, call, call.outcome)
+
+    def _withdraw(self, call: PendingCall[Any]) -> None:
+        with suppress(ServiceClosed):
+            self._session.withdraw(self._sender, call)
