@@ -12,9 +12,13 @@ from __future__ import annotations
 import statistics
 from itertools import pairwise
 
+import pytest
+
 import mainspring as trio
 from tests.fundamentals import programs
 from tests.fundamentals.conftest import busy_pool, make_batch
+
+pytestmark = pytest.mark.timeout(600)  # a cycle lasts as long as its work, on a busy machine much longer
 
 UPDATES = 20
 ADAM = trio.AdamParams(learning_rate=1e-4)
