@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench chaos constraints clean
+.PHONY: help install demo test check bench chaos docs constraints clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ bench: $(STAMP) ## Measure throughput and latency; the table goes to benchmarks/
 
 chaos: $(STAMP) ## Kill clocks, workers, clients and Redis for a while; everything must still add up
 	@$(BIN)/python -m pytest -m chaos tests/chaos $(PYTEST_ARGS)
+
+docs: $(STAMP) ## Write the tables of settings, keys and errors in docs/ anew from the code
+	@$(BIN)/python -m tests.doc_tables
 
 constraints: $(STAMP) ## Write constraints.txt anew from what .venv has now
 	@$(BIN)/python -m pip freeze --exclude-editable | sed -e 's/+cpu$$//' -e '/^#/d' -e '/^nvidia-/d' -e '/^triton==/d' > constraints.new

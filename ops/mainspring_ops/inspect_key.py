@@ -18,9 +18,7 @@ MAX_TEXT = 400
 
 def inspect(
     key: Annotated[str, typer.Argument(help="The key; what follows ms:{pool}: is enough.")],
-    seq: Annotated[
-        int | None, typer.Argument(help="Of a requests or outcomes stream or of cycles: only this one.")
-    ] = None,
+    seq: Annotated[str | None, typer.Argument(help="Of a stream: only this entry, by seq, cycle or whole id.")] = None,
     url: Url = DEFAULT_URL,
     pool: Pool = "main",
 ) -> None:
@@ -45,7 +43,7 @@ def inspect(
 # `client` is a redis.Redis; it is Any because redis-py types each reply as bytes | str, and here they are always bytes.
 
 
-def _string(client: Any, key: str, _: int | None) -> list[str]:
+def _string(client: Any, key: str, _: str | None) -> list[str]:
     from mainspring_broker.wire import decode_envelope
 
     data = client.get(key) or b""
@@ -54,29 +52,30 @@ def _string(client: Any, key: str, _: int | None) -> list[str]:
     return show(decode_envelope(data))
 
 
-def _hash(client: Any, key: str, _: int | None) -> list[str]:
+def _hash(client: Any, key: str, _: str | None) -> list[str]:
     pairs = sorted(client.hgetall(key).items())
     return [line for name, value in pairs for line in show(_json(value), name.decode())]
 
 
-def _list(client: Any, key: str, _: int | None) -> list[str]:
+def _list(client: Any, key: str, _: str | None) -> list[str]:
     length = client.llen(key)
     return [_text(item) for item in client.lrange(key, 0, MAX_ENTRIES - 1)] + _more(length)
 
 
-def _set(client: Any, key: str, _: int | None) -> list[str]:
+def _set(client: Any, key: str, _: str | None) -> list[str]:
     _cursor, members = client.sscan(key, count=MAX_ENTRIES)
     return [_text(member) for member in sorted(members)[:MAX_ENTRIES]] + _more(client.scard(key))
 
 
-def _zset(client: Any, key: str, _: int | None) -> list[str]:
+def _zset(client: Any, key: str, _: str | None) -> list[str]:
     pairs = client.zrange(key, 0, MAX_ENTRIES - 1, withscores=True)
     return [f"{float(score):g}  {_text(member)}" for member, score in pairs] + _more(client.zcard(key))
 
 
-def _stream(client: Any, key: str, seq: int | None) -> list[str]:
+def _stream(client: Any, key: str, seq: str | None) -> list[str]:
     if seq is not None:
-        entries = client.xrange(key, f"{seq}-0", f"{seq}-0")
+        entry_id = seq if "-" in seq else f"{seq}-0"
+        entries = client.xrange(key, entry_id, entry_id)
         if not entries:
             raise CommandFailed(f"{key} has no entry {seq} (not accepted yet, or trimmed after it was done)")
         return _entry(*entries[0])
