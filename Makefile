@@ -34,8 +34,8 @@ check: $(STAMP) ## Lint, format, types and import rules
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-bench: $(STAMP) ## Measure throughput and latency; the table goes to benchmarks/results
-	@$(BIN)/python -m benchmarks
+bench: $(STAMP) ## Measure; tables on screen, numbers in benchmarks/results
+	@for file in benchmarks/[a-z]*.py; do $(BIN)/python -m benchmarks.$$(basename $$file .py) || exit 1; done
 
 chaos: $(STAMP) ## Kill clocks, workers, clients and Redis for a while; everything must still add up
 	@$(BIN)/python -m pytest -m chaos tests/chaos $(PYTEST_ARGS)
