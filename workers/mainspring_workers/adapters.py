@@ -4,7 +4,9 @@ A row, not modules: clearing, norm, clipping, Adam, wiping and copying are each 
 and nothing of another job lies in it, so that the isolation of optimizer states is a matter of structure.
 
     P  parameters of an adapter      R  rank      I, O  input and output width of a target
-    row [P] = A of every target [R, I], in the model's order, then B of every target [O, R]
+    row [P] = A of every target [R, I], in the model's order, then Bᵀ of every target [R, O]
+
+B lies transposed, so that all products of a pass have the narrow side R first, which BLAS runs twice as fast.
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ class Layout:
         self.indices = [i for i, target in enumerate(targets) if target.kind in wanted]  # in the model's target list
         self.targets = [targets[i] for i in self.indices]
         self.a_shapes = [(self.rank, target.d_in) for target in self.targets]
-        self.b_shapes = [(target.d_out, self.rank) for target in self.targets]
+        self.bt_shapes = [(self.rank, target.d_out) for target in self.targets]
         self.b_start = sum(math.prod(shape) for shape in self.a_shapes)
-        self.size = self.b_start + sum(math.prod(shape) for shape in self.b_shapes)
+        self.size = self.b_start + sum(math.prod(shape) for shape in self.bt_shapes)
 
     def matrices(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Views of all A and all B in `rows` [..., P]: A's [..., R, I] and B's [..., O, R], in target order."""
-        shapes = self.a_shapes + self.b_shapes
+        """Views of all A [..., R, I] and all Bᵀ [..., R, O] in `rows` [..., P], in target order."""
+        shapes = self.a_shapes + self.bt_shapes
         parts = torch.split(rows, [math.prod(shape) for shape in shapes], dim=-1)
         views = [part.view(*rows.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True)]
         return views[: len(self.targets)], views[len(self.targets) :]
@@ -105,9 +107,9 @@ class Adapter:
     @cached_property
     def named_matrices(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Views of the weights: target name → (A [R, I], B [O, R])."""
-        a_views, b_views = self.layout.matrices(self.weights)
+        a_views, bt_views = self.layout.matrices(self.weights)
         names = [target.name for target in self.layout.targets]
-        return {name: (a, b) for name, a, b in zip(names, a_views, b_views, strict=True)}
+        return {name: (a, bt.mT) for name, a, bt in zip(names, a_views, bt_views, strict=True)}
 
     def poison_with(self, seq: int, error: MainspringError) -> None:
         """Make the next optim_step fail because of `seq`; the first cause is the one that is kept."""

@@ -4,9 +4,9 @@
 
     T  rows (tokens)      I, O  input and output width      R  rank      J, n  jobs of a run and rows of each
 
-Backward, with h = x Aᵀ saved and dh = dy (s·B):
+Backward, with hᵀ = A xᵀ saved and dhᵀ = (s·B)ᵀ dyᵀ:
 
-    dx = dy W + dh A        dA += dhᵀ x        d(s·B) += dyᵀ h
+    dx = dy W + dh A        dA += dhᵀ x        d(s·B)ᵀ += hᵀ dy
 
 dA and dB are added straight to the staging rows, so autograd never sees them: cost and memory go with the jobs that
 are in the micro-batch, not with those that exist. Rows are selected by slicing, never masked by multiplying: a
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mainspring_workers.staging import Part, Work, add_product
+from mainspring_workers.staging import Part, Work, add_product, product
 
 
 class Context:
@@ -46,9 +46,9 @@ class FusedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         work = self.context.work
-        if work is None or not work.touches(self.index):
+        parts = work.parts(self.index) if work is not None else []
+        if not parts:
             return F.linear(x, self.weight, self.bias)
-        parts = list(work.parts(self.index))
         y: Tensor = _FusedLoRA.apply(x, self.context.anchor, self.weight, self.bias, parts)  # type: ignore[no-untyped-call]
         return y
 
@@ -63,9 +63,9 @@ class _FusedLoRA(torch.autograd.Function):
         y = F.linear(rows, weight, bias)  # [T, O]
         hidden = []
         for part in parts:
-            h = part.rows(rows) @ part.a.mT  # [n, R] or [J, n, R]
-            add_product(part.rows(y), h, part.b.mT)
-            hidden.append(h)
+            ht = product(part.a, part.rows(rows).mT)  # [R, n] or [J, R, n]
+            add_product(part.rows(y), ht.mT, part.bt)
+            hidden.append(ht)
         ctx.parts = parts
         ctx.save_for_backward(x, weight, *hidden)
         return y.view(*x.shape[:-1], -1)
@@ -75,12 +75,12 @@ class _FusedLoRA(torch.autograd.Function):
         x, weight, *hidden = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])
         dy = grads[0].reshape(-1, weight.shape[0]).contiguous()  # [T, O]
-        dx = dy @ weight if ctx.needs_input_grad[0] else None  # [T, I]
-        for part, h in zip(ctx.parts, hidden, strict=True):
+        dx = torch.mm(dy, weight) if ctx.needs_input_grad[0] else None  # [T, I]
+        for part, ht in zip(ctx.parts, hidden, strict=True):
             dy_part = part.rows(dy)
-            dh = dy_part @ part.b  # [n, R] or [J, n, R]
-            add_product(part.grad_b, dy_part.mT, h)
-            add_product(part.grad_a, dh.mT, part.rows(rows))
+            dht = product(part.bt, dy_part.mT)  # [R, n] or [J, R, n]
+            add_product(part.grad_bt, ht, dy_part)
+            add_product(part.grad_a, dht, part.rows(rows))
             if dx is not None:
-                add_product(part.rows(dx), dh, part.a)
+                add_product(part.rows(dx), dht.mT, part.a)
         return (None if dx is None else dx.view_as(x)), None, None, None, None

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from mainspring_workers.losses import LOSSES
 from mainspring_workers.plan import LossRun, Run
-from mainspring_workers.staging import Part, Slab, Work, add_product
+from mainspring_workers.staging import Part, Slab, Work, add_product, product
 
 CHUNK_ELEMENTS = 1 << 22  # C · V: 16 MiB of float32 logits
 
@@ -62,7 +62,7 @@ def head_pass(
     size = max(1, CHUNK_ELEMENTS // head.weight.shape[0])
     for start in range(0, total, size):
         chunk = slice(start, min(start + size, total))
-        parts = list(Work(slabs, _inside(runs, chunk)).parts(head.index))
+        parts = Work(slabs, _inside(runs, chunk)).parts(head.index)
         logits, projected = _logits(head, hidden[chunk], parts)
         logprobs = torch.log_softmax(logits, -1, dtype=torch.float32)  # [C, V]
         del logits
@@ -89,9 +89,9 @@ def _logits(head: Head, hidden: Tensor, parts: Sequence[Part]) -> tuple[Tensor, 
     logits = F.linear(hidden, head.weight, head.bias)  # [C, V]
     projected = []
     for part in parts:
-        u = part.rows(hidden) @ part.a.mT  # [n, R]
-        add_product(part.rows(logits), u, part.b.mT)
-        projected.append(u)
+        ut = product(part.a, part.rows(hidden).mT)  # [R, n]
+        add_product(part.rows(logits), ut.mT, part.bt)
+        projected.append(ut)
     return logits, projected
 
 
@@ -123,10 +123,10 @@ def _backward(
     if dhidden is not None:
         dh = dhidden[chunk]
         torch.mm(dlogits, head.weight, out=dh)
-    for part, u in zip(parts, projected, strict=True):
+    for part, ut in zip(parts, projected, strict=True):
         dlogits_part = part.rows(dlogits)
-        du = dlogits_part @ part.b  # [n, R]
-        add_product(part.grad_b, dlogits_part.mT, u)
-        add_product(part.grad_a, du.mT, part.rows(hidden))
+        dut = product(part.bt, dlogits_part.mT)  # [R, n]
+        add_product(part.grad_bt, ut, dlogits_part)
+        add_product(part.grad_a, dut, part.rows(hidden))
         if dh is not None:
-            add_product(part.rows(dh), du, part.a)
+            add_product(part.rows(dh), dut.mT, part.a)

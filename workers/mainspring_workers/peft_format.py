@@ -102,8 +102,8 @@ def _config(adapter: Adapter, base_model: str) -> dict[str, Any]:
 def _tensors(adapter: Adapter) -> dict[str, Tensor]:
     tensors = {}
     for name, (a, b) in adapter.named_matrices.items():
-        tensors[f"{_PREFIX}{name}.lora_A.weight"] = a.detach().cpu().clone()
-        tensors[f"{_PREFIX}{name}.lora_B.weight"] = b.detach().cpu().clone()
+        tensors[f"{_PREFIX}{name}.lora_A.weight"] = a.detach().cpu().contiguous()
+        tensors[f"{_PREFIX}{name}.lora_B.weight"] = b.detach().cpu().contiguous()
     return tensors
 
 

@@ -8,7 +8,7 @@ half-way leaves no trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ class Slab:
     """The adapters of one layout in a pass.
 
     Attributes:
-        a, b: by index of the target: A [J, R, I] and alpha/R · B [J, O, R], copies in the base model's dtype. The
+        a, bt: by index of the target: A [J, R, I] and alpha/R · Bᵀ [J, R, O], copies in the base model's dtype. The
             scaling is folded into B once, so that no layer has to multiply by it.
-        grad_a, grad_b: float32 views of `staged`, to be added to.
+        grad_a, grad_bt: float32 views of `staged`, to be added to.
     """
 
     def __init__(self, layout: Layout, adapters: Sequence[Adapter], dtype: torch.dtype) -> None:
@@ -33,12 +33,10 @@ class Slab:
         self.staged = torch.zeros_like(weights)
         for j, adapter in enumerate(adapters):
             weights[j, layout.b_start :].mul_(adapter.scaling)
-        a_views, b_views = layout.matrices(weights.to(dtype))
-        self.a = dict(zip(layout.indices, a_views, strict=True))
-        self.b = dict(zip(layout.indices, b_views, strict=True))
-        a_views, b_views = layout.matrices(self.staged)
-        self.grad_a = dict(zip(layout.indices, a_views, strict=True))
-        self.grad_b = dict(zip(layout.indices, b_views, strict=True))
+        self.a, self.bt = (dict(zip(layout.indices, views, strict=True)) for views in layout.matrices(weights.to(dtype)))
+        self.grad_a, self.grad_bt = (
+            dict(zip(layout.indices, views, strict=True)) for views in layout.matrices(self.staged)
+        )
 
     def finish(self) -> None:
         """Undo the folding: B was used as scaling · B, so the gradient of B itself is scaling times what came in."""
@@ -49,46 +47,47 @@ class Slab:
 class Part:
     """One run of equally long jobs at one linear map: n rows each, [start, end) in all."""
 
-    __slots__ = ("a", "b", "end", "grad_a", "grad_b", "jobs", "start")
+    __slots__ = ("_end", "_jobs", "_rows", "_start", "a", "bt", "grad_a", "grad_bt")
 
     def __init__(self, slab: Slab, index: int, run: Run) -> None:
-        self.start, self.end = run.start, run.end
-        self.jobs = run.last - run.first
+        self._start, self._end = run.start, run.end
+        self._jobs = run.last - run.first
+        self._rows = (run.end - run.start) // self._jobs
         # A single job gets plain matrices: mm is faster than a bmm over a batch of one.
-        jobs = slice(run.first, run.last) if self.jobs > 1 else run.first
-        self.a, self.b = slab.a[index][jobs], slab.b[index][jobs]
-        self.grad_a, self.grad_b = slab.grad_a[index][jobs], slab.grad_b[index][jobs]
+        jobs = slice(run.first, run.last) if self._jobs > 1 else run.first
+        self.a, self.bt = slab.a[index][jobs], slab.bt[index][jobs]
+        self.grad_a, self.grad_bt = slab.grad_a[index][jobs], slab.grad_bt[index][jobs]
 
     def rows(self, x: Tensor) -> Tensor:
         """This run's rows of `x` [T, D], as a view: [n, D], or [J, n, D] when there are several jobs."""
-        rows = x[self.start : self.end]
-        return rows if self.jobs == 1 else rows.view(self.jobs, -1, x.shape[1])
+        if self._end - self._start != len(x):
+            x = x[self._start : self._end]
+        return x if self._jobs == 1 else x.view(self._jobs, self._rows, x.shape[1])
 
 
 class Work:
     """The LoRA work of one micro-batch: which rows meet which adapters."""
 
     def __init__(self, slabs: Sequence[Slab], runs: Sequence[Run]) -> None:
-        self._slabs = slabs
-        self._runs = runs
+        self._runs = [(slabs[run.group], run) for run in runs]
 
-    def touches(self, index: int) -> bool:
-        """Whether any job of the micro-batch has LoRA on target `index`."""
-        return any(index in self._slabs[run.group].a for run in self._runs)
-
-    def parts(self, index: int) -> Iterator[Part]:
+    def parts(self, index: int) -> list[Part]:
         """The runs that have LoRA on target `index`."""
-        for run in self._runs:
-            slab = self._slabs[run.group]
-            if index in slab.a:
-                yield Part(slab, index, run)
+        return [Part(slab, index, run) for slab, run in self._runs if index in slab.a]
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, for two matrices or two batches; says directly what `matmul` takes five operations to find out."""
+    return torch.mm(left, right) if left.dim() == 2 else torch.bmm(left, right)
 
 
 def add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
     """out += left @ right, for matrices or batches of them; `out` may be of a wider dtype or a strided view."""
-    if out.dim() == 2 and out.dtype == left.dtype:
+    if out.dtype != left.dtype:
+        out.add_(product(left, right))
+    elif out.dim() == 2:
         out.addmm_(left, right)
-    elif out.dtype == left.dtype and out.is_contiguous():
+    elif out.is_contiguous():
         out.baddbmm_(left, right)
     else:  # baddbmm_ on a strided batch would fall back to a loop
-        out.add_(left @ right)
+        out.add_(torch.bmm(left, right))
