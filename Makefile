@@ -44,7 +44,7 @@ docs: $(STAMP) ## Write the tables of settings, keys and errors in docs/ anew fr
 	@$(BIN)/python -m tests.doc_tables
 
 constraints: $(STAMP) ## Write constraints.txt anew from what .venv has now
-	@$(BIN)/python -m pip freeze --exclude-editable | sed -e 's/+cpu$$//' -e '/^#/d' -e '/^nvidia-/d' -e '/^triton==/d' > constraints.new
+	@$(BIN)/python -m pip freeze --all --exclude pip --exclude-editable | sed -e 's/+cpu$$//' -e '/^#/d' -e '/^nvidia-/d' -e '/^triton==/d' > constraints.new
 	@mv constraints.new constraints.txt
 
 clean: ## Remove .venv, caches and what runs have left behind
