@@ -60,7 +60,7 @@ class Part:
 
     def rows(self, x: Tensor) -> Tensor:
         """This run's rows of `x` [T, D], as a view: [n, D], or [J, n, D] when there are several jobs."""
-        if self._end - self._start != len(x):
+        if self._end - self._start != x.shape[0]:
             x = x[self._start : self._end]
         return x if self._jobs == 1 else x.view(self._jobs, self._rows, x.shape[1])
 

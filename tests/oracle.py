@@ -1,0 +1,89 @@
+"""The yardstick: one job alone, trained with plain PyTorch and PEFT, one datum at a time, nothing clever anywhere."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from mainspring_broker.wire import Init, OptimStep
+from tests.tiny import Datum
+
+
+@contextmanager
+def peft_on_new_transformers() -> Iterator[None]:
+    """PEFT 0.21 asks transformers 5.24 for an attribute that was renamed, which warns; every other warning stays."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        yield
+
+
+class Oracle:
+    """A PEFT model with a torch.optim.AdamW of its own.
+
+    Args:
+        model: a fresh transformers model; it is taken over.
+        target_modules: names for PEFT.
+        matrices: A and B to start from, by target name.
+        init: rank and alpha.
+    """
+
+    def __init__(
+        self, model: Any, target_modules: Sequence[str], matrices: Mapping[str, tuple[Tensor, Tensor]], init: Init
+    ) -> None:
+        config = LoraConfig(
+            r=init.rank, lora_alpha=init.alpha, lora_dropout=0.0, bias="none", target_modules=list(target_modules)
+        )
+        with peft_on_new_transformers():
+            self.model = get_peft_model(model.float().eval(), config)
+        self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        assert len(self.parameters) == 2 * len(matrices), "PEFT adapts other linear maps than the engine"
+        with torch.no_grad():
+            for name, pair in matrices.items():
+                for letter, matrix in zip("AB", pair, strict=True):
+                    self._parameter(name, letter).copy_(matrix)
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), foreach=False)
+
+    def _parameter(self, name: str, letter: str) -> Tensor:
+        return self.parameters[f"base_model.model.{name}.lora_{letter}.default.weight"]
+
+    def logprobs(self, datum: Datum) -> Tensor:
+        """Log-probability of each target, 0 where it is ignored."""
+        logits = self.model(input_ids=torch.from_numpy(datum.tokens).long()[None]).logits[0]
+        targets = torch.from_numpy(datum.targets).long()
+        picked = torch.log_softmax(logits, -1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
+        return torch.where(targets >= 0, picked, 0.0)
+
+    def forward_backward(self, datums: Sequence[Datum]) -> tuple[float, list[Tensor]]:
+        """Loss sum, and log-probabilities of each datum; gradients accumulate."""
+        total, logprobs = 0.0, []
+        for datum in datums:
+            logp = self.logprobs(datum)
+            loss = -(torch.from_numpy(datum.weights) * logp).sum()
+            loss.backward()
+            total += loss.item()
+            logprobs.append(logp.detach())
+        return total, logprobs
+
+    def optim_step(self, op: OptimStep) -> float:
+        """One AdamW step; the gradient norm before clipping."""
+        for group in self.optimizer.param_groups:
+            group.update(lr=op.learning_rate, betas=(op.beta1, op.beta2), eps=op.eps, weight_decay=op.weight_decay)
+        limit = op.grad_clip_norm or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm.item()
+
+    def difference(self, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> float:
+        """Largest absolute difference of any weight."""
+        return max(
+            float((self._parameter(name, letter).detach() - matrix).abs().max())
+            for name, pair in matrices.items()
+            for letter, matrix in zip("AB", pair, strict=True)
+        )
