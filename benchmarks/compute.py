@@ -197,8 +197,19 @@ def measure(size: str, jobs: int, rounds: int, clock: Callable[[], float]) -> di
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title=f"J jobs × {SEQUENCES} × {LENGTH} tokens, rank {RANK}: median ms of forward + backward of all jobs")
-    for column in ("model", "J", "fused", "PEFT", "floor", "fused over PEFT", "part of the floor", "optimizer over PEFT"):
+    table = Table(
+        title=f"J jobs × {SEQUENCES} × {LENGTH} tokens, rank {RANK}: median ms of forward + backward of all jobs"
+    )
+    for column in (
+        "model",
+        "J",
+        "fused",
+        "PEFT",
+        "floor",
+        "fused over PEFT",
+        "part of the floor",
+        "optimizer over PEFT",
+    ):
         table.add_column(column, justify="left" if column == "model" else "right")
     for row in rows:
         good = "green" if row["over_peft"] >= row["wanted"] else "yellow" if row["over_peft"] >= row["must"] else "red"

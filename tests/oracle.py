@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from mainspring_broker.wire import Init, OptimStep
-from tests.tiny import Datum
+from tests.tiny import Datum, Driver, optim, peft_targets, random_datums, tiny_model
 
 
 @contextmanager
@@ -87,3 +88,33 @@ class Oracle:
             for name, pair in matrices.items()
             for letter, matrix in zip("AB", pair, strict=True)
         )
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one job does in each of its updates."""
+
+    name: str
+    init: Init
+    lengths: tuple[int, ...]
+    step: OptimStep = field(default_factory=optim)
+
+    def datums(self, update: int) -> list[Datum]:
+        return random_datums(1000 * self.init.seed + update, self.lengths)
+
+
+MINE = Job("mine", Init(rank=8, seed=1), (7, 12, 7, 5), optim(weight_decay=0.01))
+NEIGHBOURS = [
+    Job("n2", Init(rank=4, seed=2), (3,), optim(1e-3)),
+    Job("n3", Init(rank=8, seed=3), (20, 11), optim(1e-3, grad_clip_norm=0.5)),
+    Job("n4", Init(rank=16, seed=4, train_unembed=False), (1, 2, 3, 4, 5), optim(5e-3, weight_decay=0.5)),
+    Job("n5", Init(rank=1, seed=5, train_mlp=False), (7, 7), optim(1e-3, beta1=0.5, beta2=0.9)),
+    Job("n6", Init(rank=12, seed=6, train_attn=False), (30,), optim(1e-3, eps=1e-4)),
+    Job("n7", Init(rank=8, seed=7), (7, 12, 7, 5), optim(1e-4)),
+    Job("n8", Init(rank=8, seed=8, train_attn=False, train_mlp=False), (9, 9, 2), optim(3e-3)),
+]
+
+
+def oracle_for(driver: Driver, job: Job, family: str = "llama") -> Oracle:
+    """An oracle that starts from the weights that `job` has now."""
+    return Oracle(tiny_model(family), peft_targets(family, job.init), driver.matrices(job.name), job.init)

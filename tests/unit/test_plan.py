@@ -18,7 +18,9 @@ def request(job: str, seq: int, lengths: Sequence[int], group: int = 8, ignored:
     tokens = np.arange(total, dtype=np.int64) + 1000 * seq
     targets = tokens.copy()
     targets[list(ignored)] = IGNORED
-    batch = Batch(tokens, np.array(lengths, np.int32), targets, {"weights": np.ones(total, np.float32)}, "ce", (), total)
+    batch = Batch(
+        tokens, np.array(lengths, np.int32), targets, {"weights": np.ones(total, np.float32)}, "ce", (), total
+    )
     return PlanRequest((group,), job, seq, batch)
 
 
