@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import redis
 
+import mainspring as trio
 from mainspring_broker import functions, keys, library, wire
 from mainspring_broker.errors import (
     EmptyBatch,
@@ -24,8 +25,33 @@ from mainspring_broker.errors import (
 )
 from mainspring_broker.functions import Batch, BatchJob, Executed, Header, run
 
+NAME = "fake-service"  # of its connection in CLIENT LIST
 WORKER, INCARNATION, LEASE = "fake-worker", "fake-incarnation", "fake-lease"
 MAX_RANK = 64
+BASE_MODEL = "tiny"
+
+
+@contextmanager
+def serving(url: str, pool: str, **limits: int) -> Iterator[FakeService]:
+    """A fake service; `limits` are those of the pool, e.g. `max_backlog=4`."""
+    service = FakeService(url, pool, **limits)
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+def make_batch(number: int = 1, datums: int = 1, tokens: int = 4) -> list[trio.Datum]:
+    """A batch whose log-probabilities are all -number / 1000."""
+    return [
+        trio.Datum(trio.ModelInput.from_ints(list(range(tokens))), {"target_tokens": [number] * tokens})
+        for _ in range(datums)
+    ]
+
+
+def number_of(output: trio.ForwardBackwardOutput) -> int:
+    """The number of the batch whose result this is."""
+    return round(-1000 * output.loss_fn_outputs[0]["logprobs"].tolist()[0])
 
 
 class FakeService:
@@ -36,11 +62,12 @@ class FakeService:
         result_ttl_ms: how long results are kept; may be changed at any time.
     """
 
-    def __init__(self, url: str, pool: str, *, base_model: str = "tiny", **limits: int) -> None:
+    def __init__(self, url: str, pool: str, *, base_model: str = BASE_MODEL, **limits: int) -> None:
         self.pool = pool
         self.executed: list[tuple[str, int, str]] = []
         self.result_ttl_ms = 60_000
-        self._redis = redis.Redis.from_url(url)
+        self._redis = redis.Redis.from_url(url, client_name=NAME)
+        self._lost = False
         self._poisoned: set[str] = set()
         self._steps: dict[str, int] = {}  # by job; a job that is not there was never opened
         self._lock = threading.Lock()  # held while a cycle runs, and by `paused`
@@ -49,20 +76,8 @@ class FakeService:
         if limits:
             self._redis.hset(keys.info(pool), mapping=limits)
         run(self._redis, functions.add_tenant(pool=pool, tenant="default"))
-        run(
-            self._redis,
-            functions.register(
-                pool=pool,
-                worker=WORKER,
-                incarnation=INCARNATION,
-                slots=100_000,
-                base_model=base_model,
-                base_model_path=f"/models/{base_model}",
-                vocab_size=1000,
-                max_length=64,
-                fields={},
-            ),
-        )
+        self._base_model = base_model
+        self._register()
         self._thread = threading.Thread(target=self._serve, name="fake-service")
         self._thread.start()
 
@@ -77,6 +92,23 @@ class FakeService:
         self._thread.join()
         self._redis.close()
 
+    def _register(self) -> None:
+        """Take the worker's name; what an earlier life had in hand is handed back."""
+        run(
+            self._redis,
+            functions.register(
+                pool=self.pool,
+                worker=WORKER,
+                incarnation=INCARNATION,
+                slots=100_000,
+                base_model=self._base_model,
+                base_model_path=f"/models/{self._base_model}",
+                vocab_size=1000,
+                max_length=64,
+                fields={},
+            ),
+        )
+
     def _serve(self) -> None:
         while not self._stop.is_set():
             with self._lock:
@@ -85,6 +117,9 @@ class FakeService:
 
     def _cycle(self) -> bool:
         try:
+            if self._lost:
+                self._register()
+                self._lost = False
             run(self._redis, functions.lead(pool=self.pool, token=LEASE, lease_ms=60_000, name="fake-clock"))
             run(self._redis, functions.heartbeat(pool=self.pool, worker=WORKER, incarnation=INCARNATION))
             tick = run(
@@ -104,7 +139,8 @@ class FakeService:
             _, fields = self._redis.xrevrange(keys.worker_batches(self.pool, WORKER), count=1)[0]
             self._commit(functions.decode_batch(fields))
             return True
-        except (redis.ConnectionError, MainspringError):  # the server is being restarted by a test
+        except (redis.ConnectionError, MainspringError):  # a test restarts the server
+            self._lost = True
             return False
 
     def _commit(self, batch: Batch) -> None:

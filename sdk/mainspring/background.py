@@ -14,6 +14,8 @@ from mainspring_broker.errors import ServiceClosed
 
 T = TypeVar("T")
 
+CANCEL_TIMEOUT_S = 5.0
+
 
 def closed_error() -> ServiceClosed:
     return ServiceClosed("this ServiceClient has been closed: make a new one")
@@ -23,11 +25,13 @@ class BackgroundLoop:
     """A daemon thread, started by its first use. Nothing that is posted is ever lost: it runs, or it is abandoned."""
 
     def __init__(self, shutdown: Callable[[], Awaitable[None]]) -> None:
-        """`shutdown` runs on the loop, last."""
+        """`shutdown` runs on the loop when all of its tasks have been cancelled."""
         self._shutdown = shutdown
-        self._lock = threading.RLock()  # reentrant: the garbage collector may call `stop` anywhere
+        self._lock = threading.RLock()  # reentrant: the garbage collector may call `close` anywhere
         self._inbox: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         self._stopping = False
+        self._ended: Future[None] = Future()
+        self._ended.set_running_or_notify_cancel()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
@@ -79,7 +83,12 @@ class BackgroundLoop:
                     self.post(cancel, lambda: None)
 
         future.add_done_callback(cancelled)
-        self.post(begin, lambda: future.set_exception(closed_error()))
+
+        def abandon() -> None:
+            with suppress(InvalidStateError):
+                future.set_exception(closed_error())
+
+        self.post(begin, abandon)
         return future
 
     def check_may_block(self) -> None:
@@ -87,14 +96,25 @@ class BackgroundLoop:
         if threading.current_thread() is self._thread:
             raise RuntimeError("a done-callback must not block: use the async methods, or another thread")
 
-    def stop(self) -> None:
-        """End the loop and its thread. May be called often, from any thread."""
+    def stop(self) -> threading.Thread | None:
+        """Have the loop end. May be called often, from any thread. Returns its thread, to be waited for."""
         with self._lock:
             first, self._stopping = not self._stopping, True
             if first and self._thread is not None:
                 self._loop.call_soon_threadsafe(self._stop.set)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        return self._thread
+
+    def close(self) -> None:
+        """End the loop and its thread."""
+        thread = self.stop()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    async def close_async(self) -> None:
+        """As `close`, without blocking the caller's event loop."""
+        if self.stop() is not None:
+            await asyncio.wrap_future(self._ended)
+            self.close()  # what is left of the thread takes no time
 
     def _main(self) -> None:
         try:
@@ -106,11 +126,21 @@ class BackgroundLoop:
             for _, abandon in self._inbox:
                 abandon()
             self._inbox.clear()
+            self._ended.set_result(None)
 
     async def _serve(self) -> None:
         self._drain()
         await self._stop.wait()
+        await self._cancel_tasks()
         await self._shutdown()
+
+    async def _cancel_tasks(self) -> None:
+        """Again and again, since `asyncio.wait_for` of Python 3.11, which redis-py sends with, may swallow it."""
+        deadline = self._loop.time() + CANCEL_TIMEOUT_S
+        while (tasks := asyncio.all_tasks() - {asyncio.current_task()}) and self._loop.time() < deadline:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=0.02)
 
     def _drain(self) -> None:
         with self._lock:

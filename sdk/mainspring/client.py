@@ -112,7 +112,7 @@ class ServiceClient:
 
     async def close_async(self) -> None:
         """As `close`, without blocking the event loop."""
-        await asyncio.to_thread(self.close)
+        await self._session.close_async()
 
     def __enter__(self) -> ServiceClient:
         return self

@@ -128,6 +128,40 @@ def _because_of(error: MainspringError, cause: BaseException | None) -> Mainspri
     return explained
 
 
+class Waiters:
+    """The event loops that wait for one outcome. It does not know its APIFuture, which so can go when nobody holds it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self) -> asyncio.Future[None]:
+        """A future of the running loop that `wake` sets."""
+        waiter = asyncio.get_running_loop().create_future()
+        with self._lock:
+            self._waiting.add(waiter)
+        return waiter
+
+    def discard(self, waiter: asyncio.Future[None]) -> None:
+        with self._lock:
+            self._waiting.discard(waiter)
+
+    def wake(self, _: Future[Any]) -> None:
+        with self._lock:
+            waiting = list(self._waiting)
+        for waiter in waiting:
+            with suppress(RuntimeError):  # its event loop was closed meanwhile
+                waiter.get_loop().call_soon_threadsafe(_set, waiter)
+
+
+def _set(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
 class Host(Protocol):
     """What a future needs of the client that it came from."""
 
@@ -147,9 +181,8 @@ class APIFuture(Generic[T]):
         self._host = host
         self._call = call
         self._outcome = outcome
-        self._lock = threading.Lock()
-        self._waiters: set[asyncio.Future[None]] = set()
-        outcome.add_done_callback(self._wake)
+        self._waiters = Waiters()
+        outcome.add_done_callback(self._waiters.wake)
 
     # -- the result ---------------------------------------------------------------------------------------------------
 
@@ -177,28 +210,18 @@ class APIFuture(Generic[T]):
 
     async def result_async(self, timeout: float | None = None) -> T:
         """As `result`, without blocking the event loop. Cancelling the await leaves the request alone."""
-        waiter = asyncio.get_running_loop().create_future()
-        with self._lock:
-            self._waiters.add(waiter)
+        waiter = self._waiters.add()
         try:
             if not self._outcome.done():
                 async with asyncio.timeout(timeout):
                     await waiter
         finally:
-            with self._lock:
-                self._waiters.discard(waiter)
+            self._waiters.discard(waiter)
         return self._outcome.result(0)
 
     def _check_may_block(self) -> None:
         if not self._outcome.done():
             self._host.check_may_block()
-
-    def _wake(self, _: Future[T]) -> None:
-        with self._lock:
-            waiters = list(self._waiters)
-        for waiter in waiters:
-            with suppress(RuntimeError):  # its event loop was closed meanwhile
-                waiter.get_loop().call_soon_threadsafe(_set, waiter)
 
     # -- what one can do with it --------------------------------------------------------------------------------------
 
@@ -267,8 +290,3 @@ class APIFuture(Generic[T]):
         state = "pending" if not self.done() else "failed" if self._outcome.exception() else "done"
         where = f" in cycle {self.cycle}" if self.cycle is not None else ""
         return f"<APIFuture {', '.join(self.request_ids)}: {state}{where}>"
-
-
-def _set(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)

@@ -50,12 +50,11 @@ class ResultCollector:
         if not self._tasks:
             self._tasks = [self._spawn(loop) for loop in (self._listen(), self._read(), self._poll())]
 
-    async def aclose(self, error: MainspringError) -> None:
+    def stop(self, error: MainspringError) -> None:
         """Fail everything unfinished."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._stop_all(error)
+        for sender in self._senders.values():
+            sender.stop(error)
+        self._senders.clear()
 
     def _spawn(self, loop: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(loop)
@@ -70,12 +69,7 @@ class ResultCollector:
             for other in self._tasks:
                 other.cancel()
             self._tasks = []  # the next call begins anew
-            self._stop_all(error)
-
-    def _stop_all(self, error: MainspringError) -> None:
-        for sender in self._senders.values():
-            sender.stop(error)
-        self._senders.clear()
+            self.stop(error)
 
     # -- announcements ------------------------------------------------------------------------------------------------
 
@@ -135,13 +129,14 @@ class ResultCollector:
         while True:
             interval = self._settings.poll_interval_s * random.uniform(0.9, 1.1)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._look_now.wait(), interval)
+                async with asyncio.timeout(interval):
+                    await self._look_now.wait()
             self._look_now.clear()
             try:
                 await self._look()
             except ConnectionLost as error:
                 if self._connection.lost_for_s > self._settings.retry_timeout_s:
-                    self._stop_all(error)
+                    self.stop(error)
 
     async def _look(self) -> None:
         for sender in list(self._senders.values()):

@@ -60,10 +60,14 @@ class Session:
 
     def close(self) -> None:
         """End the thread and all connections; what is unfinished fails with ServiceClosed."""
-        self._background.stop()
+        self._background.close()
+
+    async def close_async(self) -> None:
+        """As `close`, without blocking the caller's event loop."""
+        await self._background.close_async()
 
     async def _shutdown(self) -> None:
-        await self._collector.aclose(closed_error())
+        self._collector.stop(closed_error())
         await self.connection.aclose()
 
     # -- on the loop --------------------------------------------------------------------------------------------------

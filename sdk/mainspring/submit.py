@@ -155,10 +155,13 @@ class JobSender:
             heads = await self._connection.submit(
                 self.job, self.writer, [Outgoing(r.seq, r.chain, r.op, r.tokens, r.digest, r.payload) for r in batch]
             )
+            if self._broken is not None:
+                return  # stopped meanwhile
             if self._settle(batch, heads) == "full":
                 window = 1  # feel the way, a full backlog need not see every payload again and again
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._room.wait(), backoff.next())
+                    async with asyncio.timeout(backoff.next()):
+                        await self._room.wait()
             else:
                 window = min(2 * window, MAX_REQUESTS)
                 backoff.reset()
