@@ -12,7 +12,10 @@ def demo(
     folder: Annotated[Path, typer.Option("--dir", help="Where the run's data and adapters go; made anew.")] = Path(
         "demo-out"
     ),
-    updates: Annotated[int, typer.Option(min=1, max=1000, help="Optimizer steps per client.")] = 60,
+    cycles: Annotated[
+        int,
+        typer.Option(min=4, max=4000, help="About how many cycles to train; each client makes of them what it can."),
+    ] = 120,
 ) -> None:
     """Train four adapters at once on the shipped model, then show what each has learnt and how the cycles went.
 
@@ -24,4 +27,4 @@ def demo(
 
     from mainspring_ops.demo_run import run_demo
 
-    raise typer.Exit(asyncio.run(run_demo(folder.absolute(), updates)))
+    raise typer.Exit(asyncio.run(run_demo(folder.absolute(), cycles)))

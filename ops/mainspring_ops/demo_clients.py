@@ -85,11 +85,14 @@ async def accumulate(trainee: Trainee, updates: int, adam: trio.AdamParams, step
         step()
 
 
-STYLES: dict[str, Callable[[Trainee, int, trio.AdamParams, Callable[[], None]], Awaitable[None]]] = {
-    "naive": naive,
-    "pair": pair,
-    "pipeline": pipeline,
-    "accumulate": accumulate,
+Loop = Callable[[Trainee, int, trio.AdamParams, Callable[[], None]], Awaitable[None]]
+
+# Each loop, and its cycles from update to update on a busy pool: what it makes of the same number of cycles.
+STYLES: dict[str, tuple[Loop, int]] = {
+    "naive": (naive, 4),
+    "pair": (pair, 2),
+    "pipeline": (pipeline, 1),
+    "accumulate": (accumulate, 2),
 }
 
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import statistics
 import sys
+import warnings
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +29,7 @@ TIMELINE_CYCLES = 14
 PEFT_TOLERANCE = 1e-3  # nats; the two differ by rounding only
 
 
-async def run_demo(folder: Path, updates: int) -> int:
+async def run_demo(folder: Path, cycles: int) -> int:
     """Run the demo. Returns the exit status: 1 when an exported adapter does not give the same log-probabilities."""
     out = console()
     shutil.rmtree(folder, ignore_errors=True)
@@ -38,7 +39,7 @@ async def run_demo(folder: Path, updates: int) -> int:
         async with contextlib.AsyncExitStack() as stack:
             trainees = [trainee async for trainee in _enter(stack, service.url)]
             before = [(await t.held_out_loss(t.client))[0] for t in trainees]
-            middle = await _train(out, service.url, trainees, updates)
+            middle = await _train(out, service.url, trainees, cycles)
             after = [[await t.held_out_loss(other.client) for other in trainees] for t in trainees]
             saved = [await (await t.client.save_weights_for_sampler_async("demo")) for t in trainees]
         _show_losses(out, trainees, before, [[loss for loss, _ in row] for row in after])
@@ -61,7 +62,7 @@ async def _enter(stack: contextlib.AsyncExitStack, url: str) -> AsyncIterator[Tr
         yield Trainee(topic, style, client, batches, held_out)
 
 
-async def _train(out: Console, url: str, trainees: list[Trainee], updates: int) -> object:
+async def _train(out: Console, url: str, trainees: list[Trainee], cycles: int) -> object:
     """Train all at once; returns a picture of some cycles from the middle of the run."""
     adam = trio.AdamParams(learning_rate=LEARNING_RATE)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -69,12 +70,14 @@ async def _train(out: Console, url: str, trainees: list[Trainee], updates: int) 
     with Progress(*columns, console=out) as progress:
 
         async def run(trainee: Trainee) -> None:
+            loop, period = STYLES[trainee.style]
+            updates = max(cycles // period, 1)
             bar = progress.add_task(f"{trainee.topic:<9} {trainee.style:<10}", total=updates)
-            await STYLES[trainee.style](trainee, updates, adam, lambda: progress.advance(bar))
+            await loop(trainee, updates, adam, lambda: progress.advance(bar))
 
         async def watch() -> None:
             nonlocal picture
-            while min(len(t.cycles) for t in trainees) < min(updates // 4, 6):
+            while min(len(t.cycles) for t in trainees) < min(max(cycles // 8, 1), 6):
                 await asyncio.sleep(0.05)
             with connect(url) as client:
                 picture = timeline(View(client, "main").cycles(TIMELINE_CYCLES))
@@ -124,11 +127,14 @@ def _check_with_peft(out: Console, trainees: list[Trainee], folders: list[Path],
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as hf_logging
 
     from mainspring_broker import base_models
 
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
     worst = 0.0
-    with out.status("loading the adapters with plain PEFT"):
+    with warnings.catch_warnings(action="ignore"), out.status("loading the adapters with plain PEFT"):
         for trainee, folder, expected in zip(trainees, folders, own, strict=True):
             base = AutoModelForCausalLM.from_pretrained(base_models.resolve(BASE_MODEL), dtype=torch.float32)
             model = PeftModel.from_pretrained(base, folder).eval()
