@@ -31,8 +31,9 @@ class Trainee:
     cycles: list[int] = field(default_factory=list)  # the cycle in which each update ended
 
     def finished(self, first: trio.APIFuture, last: trio.APIFuture) -> None:
-        self.spans.append(last.cycle - first.cycle + 1)
-        self.cycles.append(last.cycle)
+        if first.cycle is not None and last.cycle is not None:
+            self.spans.append(last.cycle - first.cycle + 1)
+            self.cycles.append(last.cycle)
 
     async def held_out_loss(self, client: trio.TrainingClient) -> tuple[float, list[float]]:
         """Mean loss (nats per token) and all log-probabilities of the held-out text under `client`'s adapter."""
