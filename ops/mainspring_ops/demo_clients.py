@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mainspring as trio
 
@@ -15,7 +16,7 @@ SEQUENCES = 6  # per update
 HELD_OUT = 12  # sequences kept for the evaluation
 
 Batch = list[trio.Datum]
-Update = tuple[trio.APIFuture, trio.APIFuture]
+Update = tuple[trio.APIFuture[Any], trio.APIFuture[Any]]
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Trainee:
     spans: list[int] = field(default_factory=list)  # cycles of each update
     cycles: list[int] = field(default_factory=list)  # the cycle in which each update ended
 
-    def finished(self, first: trio.APIFuture, last: trio.APIFuture) -> None:
+    def finished(self, first: trio.APIFuture[Any], last: trio.APIFuture[Any]) -> None:
         if first.cycle is not None and last.cycle is not None:
             self.spans.append(last.cycle - first.cycle + 1)
             self.cycles.append(last.cycle)
