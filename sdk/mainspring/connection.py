@@ -40,6 +40,7 @@ SOCKET_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 QUIET_S = 15.0  # a subscription that says nothing for so long is asked whether it lives
 CLOSE_TIMEOUT_S = 5.0
+TELL_AFTER_S = 2.0
 
 
 class ConnectionLost(ServiceUnavailable):
@@ -76,6 +77,7 @@ class Connection:
         self.tenant = keys.check_name("tenant", settings.tenant)
         self.where = _without_password(settings.url)
         self._lost_since: float | None = None
+        self._told = False
         self._client = redis.asyncio.Redis.from_pool(
             redis.asyncio.BlockingConnectionPool.from_url(
                 settings.url,
@@ -192,7 +194,8 @@ class Connection:
                         yield None
                     elif message["type"] == "message":
                         job, _, seq = message["data"].decode().rpartition(":")
-                        yield job, int(seq)
+                        if seq.isdecimal():
+                            yield job, int(seq)
                 elif asked:
                     raise RedisConnectionError("the subscription does not answer")
                 else:
@@ -228,17 +231,22 @@ class Connection:
         except AuthenticationError as error:
             raise ServiceError(f"Redis at {self.where} refused the login: {error}") from error
         except (RedisConnectionError, RedisTimeoutError, *FAILOVER, OSError) as error:
-            if self._lost_since is None:
-                self._lost_since = time.monotonic()
-                log.info("no answer from Redis at %s (%s), trying again", self.where, error)
+            self._lost(error)
             raise ConnectionLost(f"cannot reach Redis at {self.where}: {error}") from error
         except ResponseError as error:
             raise _refusal(error) from error
 
+    def _lost(self, error: Exception) -> None:
+        if self._lost_since is None:
+            self._lost_since = time.monotonic()
+        elif self.lost_for_s > TELL_AFTER_S and not self._told:  # once an outage, and not for every cut connection
+            log.warning("no answer from Redis at %s for %.0f s (%s), trying on", self.where, self.lost_for_s, error)
+            self._told = True
+
     def _seen(self) -> None:
-        if self._lost_since is not None:
-            log.info("Redis at %s answers again after %.1f s", self.where, self.lost_for_s)
-            self._lost_since = None
+        if self._told:
+            log.warning("Redis at %s answers again after %.0f s", self.where, self.lost_for_s)
+        self._lost_since, self._told = None, False
 
 
 def _refusal(error: ResponseError) -> MainspringError:

@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from mainspring.types import Datum, ForwardBackwardOutput, TensorData
 from mainspring_broker import wire
+from mainspring_broker.codec import pack
 from mainspring_broker.errors import PayloadInvalid, PayloadTooLarge
 
 TOKENS = "model_input"
 WEIGHTS = "weights"
 FLOAT_INPUTS = frozenset({WEIGHTS, "logprobs", "advantages"})  # float32 even when someone writes [0, 1, 1]
 INT32 = np.iinfo(np.int32)
-TENSOR_OVERHEAD_BYTES = 64  # names, dtype, shape and lengths around one tensor
+TENSOR_OVERHEAD_BYTES = 128  # field names, dtypes and shapes around the values and lengths of one input
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +105,14 @@ def split(operation: wire.ForwardBackward, limits: Limits) -> list[wire.ForwardB
     Raises:
         PayloadTooLarge: one datum alone has more bytes than a request may have.
     """
+    if limits == Limits():
+        return [operation]
     jagged = [operation.tokens, *operation.inputs.values()]
     sizes = (
         sum((row.lengths.astype(np.int64) + 1 for row in jagged), np.zeros(len(operation.tokens.lengths), np.int64)) * 4
     )
-    overhead = len(wire.encode_operation(_slice(operation, 0, 0))) + TENSOR_OVERHEAD_BYTES * len(jagged)
+    overhead = len(pack([operation.loss_fn, operation.loss_config])) + TENSOR_OVERHEAD_BYTES * len(jagged)
+    overhead += sum(len(name.encode()) for name in operation.inputs)
     room = None if limits.payload_bytes is None else limits.payload_bytes - overhead
     cuts, tokens, size = [0], 0, 0
     for index, (datum_tokens, datum_size) in enumerate(

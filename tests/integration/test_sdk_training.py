@@ -39,9 +39,14 @@ def training_client(client):
 # -- the page on clock cycles -----------------------------------------------------------------------------------------
 
 
-async def test_the_pipelined_program_runs_as_it_stands(training_client):
-    results = await programs.train_pipelined(training_client, [make_batch(number) for number in range(1, 8)], 1e-3)
-    assert [number_of(result) for result in results] == [1, 2, 3, 4, 5, 6, 7]
+async def test_the_pipelined_program_runs_as_it_stands(any_server, pool):
+    with serving(any_server.url, pool):
+        async with trio.ServiceClient(any_server.url, pool=pool) as client:
+            training_client = await client.create_lora_training_client_async("tiny")
+            batches = [make_batch(number) for number in range(1, 8)]
+            results = await programs.train_pipelined(training_client, batches, 1e-3)
+            assert [number_of(result) for result in results] == [1, 2, 3, 4, 5, 6, 7]
+            await (await training_client.end_async())
 
 
 async def test_the_other_programs_run_too(training_client):
