@@ -15,13 +15,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import mainspring as trio
 from mainspring_broker import errors, keys
 from mainspring_broker.wire import Init, OptimStep, encode_operation
 from tests.doc_tables import TABLES, error_rows, markdown, replace_table, table
@@ -92,7 +93,8 @@ def test_every_block_runs(page: Path, tmp_path: Path, request: pytest.FixtureReq
         request.getfixturevalue("service")
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed = ""
-    with asyncio.Runner() as runner:
+    with asyncio.Runner() as runner, ExitStack() as at_the_end:
+        at_the_end.callback(close_clients, namespace)
         for block in found:
             where = f"{page.name}:{block.line}"
             if block.comment.startswith("not run: "):
@@ -103,6 +105,13 @@ def test_every_block_runs(page: Path, tmp_path: Path, request: pytest.FixtureReq
                 run_shell(block, where, tmp_path)
             elif block.comment == "output":
                 assert loose(printed) == loose(block.code), f"{where}: this was printed:\n{printed}"
+
+
+def close_clients(namespace: dict[str, Any]) -> None:
+    """A client that a page leaves open would go on in its thread through the tests that follow."""
+    for value in namespace.values():
+        if isinstance(value, trio.ServiceClient):
+            value.close()
 
 
 def run_python(code: str, where: str, namespace: dict[str, Any], runner: asyncio.Runner) -> str:
