@@ -65,8 +65,8 @@ def check_forward_backward(op: ForwardBackward, *, vocab_size: int, max_length: 
         known = ", ".join(sorted(LOSSES))
         raise UnknownLoss(f"there is no loss function {op.loss_fn[:100]!r}; known are {known}", allowed=sorted(LOSSES))
     config = _check_config(op.loss_fn, loss, op.loss_config)
+    lengths = _check_lengths(op.tokens, max_length)  # first: a batch without a datum has no inputs either
     _check_names(op.loss_fn, loss, op.inputs)
-    lengths = _check_lengths(op.tokens, max_length)
     for name, values in op.inputs.items():
         _check_same_lengths(name, values, lengths)
     tokens = _integers("tokens", op.tokens)
