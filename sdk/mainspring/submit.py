@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import time
 from collections import deque
@@ -127,7 +128,7 @@ class JobSender:
         self._waiting.clear()
         self.on_wire.clear()
         for call in calls:
-            call.fail(error)
+            call.fail(copy.copy(error))  # each its own traceback
 
     # -- the pump -----------------------------------------------------------------------------------------------------
 
@@ -175,7 +176,7 @@ class JobSender:
             if batch and size > MAX_BYTES:
                 break
             seq += 1
-            request.seq, request.chain, request.answered_at = seq, chain, None
+            request.seq, request.chain, request.answered_at, request.missed = seq, chain, None, False
             chain = chain_next(chain, request.digest)
             self.on_wire[seq] = request
             batch.append(request)

@@ -288,6 +288,13 @@ def test_no_server_says_where_it_looked_and_what_to_start(tmp_path):
             client.create_lora_training_client("tiny")
 
 
+def test_a_refused_login_is_said_at_once(own_server):
+    url = own_server.url.replace("unix://", "unix://nobody:wrong@")
+    with trio.ServiceClient(url) as client, pytest.raises(trio.ServiceError, match="refused the login") as caught:
+        client.create_lora_training_client("tiny")
+    assert "wrong@" not in caught.value.message
+
+
 def test_no_clock_says_so(own_server):
     with trio.ServiceClient(own_server.url, connect_timeout_s=0.1) as client:
         with pytest.raises(trio.LibraryMissing, match="mainspring clock"):
