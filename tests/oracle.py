@@ -103,7 +103,7 @@ class Job:
         return random_datums(1000 * self.init.seed + update, self.lengths)
 
 
-MINE = Job("mine", Init(rank=8, seed=1), (7, 12, 7, 5), optim(weight_decay=0.01))
+MINE = Job("mine", Init(rank=8, seed=1), (7, 12, 7, 5), optim(3e-3, weight_decay=0.01))
 NEIGHBOURS = [
     Job("n2", Init(rank=4, seed=2), (3,), optim(1e-3)),
     Job("n3", Init(rank=8, seed=3), (20, 11), optim(1e-3, grad_clip_norm=0.5)),

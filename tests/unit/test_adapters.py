@@ -12,9 +12,9 @@ from mainspring_broker.wire import Init
 from mainspring_workers.adapters import AdapterPool, Target
 
 TARGETS = [
-    Target("layers.0.q_proj", "q_proj", "attn", 16, 24),
-    Target("layers.0.up_proj", "up_proj", "mlp", 16, 40),
-    Target("lm_head", "lm_head", "unembed", 16, 50),
+    Target("layers.0.q_proj", "q_proj", "attn", 16, 24, 0),
+    Target("layers.0.up_proj", "up_proj", "mlp", 16, 40, 1),
+    Target("lm_head", "lm_head", "unembed", 16, 50, 2),
 ]
 
 

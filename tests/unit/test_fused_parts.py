@@ -22,14 +22,14 @@ from mainspring_workers.staging import Slab, Work, add_product
 CPU = torch.device("cpu")
 D_IN, D_OUT, VOCAB = 16, 24, 50
 TARGETS = [
-    Target("layers.0.q_proj", "q_proj", "attn", D_IN, D_OUT),
-    Target("lm_head", "lm_head", "unembed", D_IN, VOCAB),
+    Target("layers.0.q_proj", "q_proj", "attn", D_IN, D_OUT, 0),
+    Target("lm_head", "lm_head", "unembed", D_IN, VOCAB, 2),
 ]
 
 
-def trained(ranks: list[int], **flags: bool) -> list[Adapter]:
+def trained(ranks: list[int], targets: list[Target] = TARGETS, **flags: bool) -> list[Adapter]:
     """Adapters with random weights, B included."""
-    pool = AdapterPool(TARGETS, slots=99, device=CPU)
+    pool = AdapterPool(targets, slots=99, device=CPU)
     chosen = {"train_attn": True, "train_mlp": False, "train_unembed": True} | flags
     adapters = [pool.open(f"job-{i}", Init(rank=rank, seed=i, **chosen)) for i, rank in enumerate(ranks)]
     for adapter in adapters:
@@ -81,6 +81,46 @@ def test_fused_linear_equals_autograd_for_each_job() -> None:
         for got, want in zip((x.grad[0, start:end], *grad["layers.0.q_proj"]), (own.grad, a.grad, b.grad), strict=True):
             assert want is not None
             close(got, want)
+
+
+def test_layers_that_read_one_input_equal_each_alone() -> None:
+    torch.manual_seed(0)
+    sizes = {"q": 24, "k": 8, "v": 12}
+    linears = {name: nn.Linear(D_IN, size).requires_grad_(False) for name, size in sizes.items()}
+    x, dys = torch.randn(1, 18, D_IN), [torch.randn(1, 18, size) for size in sizes.values()]
+    seen = []
+    for together in (False, True):
+        torch.manual_seed(1)
+        targets = [
+            Target(f"layers.0.{n}", n, "attn", D_IN, o, 0 if together else i) for i, (n, o) in enumerate(sizes.items())
+        ]
+        adapters = trained(RANKS, targets, train_unembed=False)
+        slabs = [Slab(group[0].layout, group, torch.float32) for group in (adapters[:3], adapters[3:])]
+        context = Context(CPU)
+        layers = [FusedLinear(linear, i, context) for i, linear in enumerate(linears.values())]
+        if together:
+            for layer in layers:
+                layer.readers = layers
+        context.work = Work(slabs, RUNS)
+        own = x.clone().requires_grad_()
+        outputs = [layer(own) for layer in layers]
+        torch.autograd.backward(outputs, dys)
+        assert own.grad is not None
+        seen.append([own.grad, slabs[0].staged, slabs[1].staged, *(output.detach() for output in outputs)])
+    for alone, shared in zip(*seen, strict=True):
+        close(shared, alone)
+
+
+def test_a_reader_that_comes_with_another_input_is_an_error() -> None:
+    adapters = trained([4])
+    context = Context(CPU)
+    layers = [FusedLinear(nn.Linear(D_IN, D_OUT).requires_grad_(False), i, context) for i in (0, 1)]
+    for layer in layers:
+        layer.readers = layers
+    context.work = Work([Slab(adapters[0].layout, adapters, torch.float32)], [])
+    layers[0](torch.zeros(1, 3, D_IN))
+    with pytest.raises(RuntimeError, match="share"):
+        layers[1](torch.zeros(1, 3, D_IN))
 
 
 def test_no_gradient_flows_below_the_first_adapted_layer() -> None:
@@ -180,7 +220,7 @@ def test_attention_that_cannot_be_packed_is_refused() -> None:
 @pytest.mark.parametrize("chunk_rows", [1, 4, 1000])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_chunked_head_equals_autograd(chunk_rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", chunk_rows * VOCAB)
+    monkeypatch.setattr(head_module, "chunk_rows", lambda _: chunk_rows)
     torch.manual_seed(0)
     adapters = trained(RANKS)
     slabs = [

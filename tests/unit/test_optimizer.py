@@ -22,7 +22,7 @@ SETTINGS = [
 
 
 def make_adapter(job: str = "a") -> Adapter:
-    targets = [Target("layers.0.q_proj", "q_proj", "attn", 16, 24)]
+    targets = [Target("layers.0.q_proj", "q_proj", "attn", 16, 24, 0)]
     pool = AdapterPool(targets, slots=9, device=torch.device("cpu"))
     return pool.open(job, Init(rank=4, seed=1, train_mlp=False, train_unembed=False))
 

@@ -29,6 +29,21 @@ def test_targets_and_facts(family: str) -> None:
     assert base.facts["base_model"] == f"tiny-{family}"
 
 
+def test_layers_that_read_one_input_are_found_by_watching() -> None:
+    llama, neox = tiny_base(), tiny_base("gpt_neox")
+    groups: dict[int, list[str]] = {}
+    for target in llama.targets[:7]:
+        groups.setdefault(target.reads, []).append(target.suffix)
+    assert list(groups.values()) == [
+        ["q_proj", "k_proj", "v_proj"],
+        ["o_proj"],
+        ["gate_proj", "up_proj"],
+        ["down_proj"],
+    ]
+    assert [target.reads for target in neox.targets] == list(range(9))
+    assert llama.context.trace is None
+
+
 def test_loading_from_a_directory(tmp_path: Path) -> None:
     tiny_model("qwen3").save_pretrained(tmp_path)
     base = BaseModel.load(str(tmp_path))

@@ -32,6 +32,7 @@ class Target:
     kind: str  # "attn", "mlp" or "unembed": the Init flag that switches it on
     d_in: int
     d_out: int
+    reads: int  # targets of the same number stand side by side and read the same input
 
 
 class Layout:
@@ -49,12 +50,30 @@ class Layout:
         self.b_start = sum(math.prod(shape) for shape in self.a_shapes)
         self.size = self.b_start + sum(math.prod(shape) for shape in self.bt_shapes)
 
+        # Targets that read the same input, as lists of indices in the model's list.
+        self.readers: list[list[int]] = []
+        for index, target in zip(self.indices, self.targets, strict=True):
+            if self.readers and targets[self.readers[-1][0]].reads == target.reads:
+                self.readers[-1].append(index)
+            else:
+                self.readers.append([index])
+
     def matrices(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Views of all A [..., R, I] and all Bᵀ [..., R, O] in `rows` [..., P], in target order."""
         shapes = self.a_shapes + self.bt_shapes
         parts = torch.split(rows, [math.prod(shape) for shape in shapes], dim=-1)
         views = [part.view(*rows.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True)]
         return views[: len(self.targets)], views[len(self.targets) :]
+
+    def stacked(self, rows: Tensor) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Views of the A's of each input's readers [..., G·R, I] by the first one's index, and of Bᵀ by index."""
+        _, bt_views = self.matrices(rows)
+        widths = {index: target.d_in for index, target in zip(self.indices, self.targets, strict=True)}
+        shapes = [(len(readers) * self.rank, widths[readers[0]]) for readers in self.readers]
+        parts = torch.split(rows[..., : self.b_start], [math.prod(shape) for shape in shapes], dim=-1)
+        views = [part.view(*rows.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True)]
+        firsts = [readers[0] for readers in self.readers]
+        return dict(zip(firsts, views, strict=True)), dict(zip(self.indices, bt_views, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

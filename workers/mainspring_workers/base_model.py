@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -57,9 +58,13 @@ class BaseModel:
         self.context = Context(self.device)
         probe = self._probe()
         expected = self._plain_logits(probe)
-        self.targets, self.head = self._install(linear)
+        layers = self._install(linear)
         model.config._attn_implementation = attention.NAME
-        self._check(probe, expected)
+        self.context.trace = []
+        self._check(probe, expected, linear)
+        self.targets = self._find_targets(layers, linear)
+        self.context.trace = None
+        self.head = Head(linear.weight, linear.bias, len(layers))
 
     @classmethod
     def load(cls, name: str, *, device: str = "cpu", dtype: str = "float32") -> BaseModel:
@@ -93,19 +98,35 @@ class BaseModel:
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
-    def _install(self, head: nn.Linear) -> tuple[tuple[Target, ...], Head]:
+    def _install(self, head: nn.Linear) -> dict[str, FusedLinear]:
+        """Replace the linear maps that can carry LoRA; the new ones by name, in the model's order."""
         modules = dict(self.model.named_modules())
-        targets: list[Target] = []
+        layers: dict[str, FusedLinear] = {}
         for name, module in modules.items():
-            suffix, kind = _sort(name)
-            if kind is None or type(module) is not nn.Linear or module is head:
+            if _sort(name)[1] is None or type(module) is not nn.Linear or module is head:
                 continue
             parent, _, leaf = name.rpartition(".")
-            setattr(modules[parent], leaf, FusedLinear(module, len(targets), self.context))
-            targets.append(Target(name, suffix, kind, module.in_features, module.out_features))
-        head_name = next(name for name, module in modules.items() if module is head)
-        targets.append(Target(head_name, head_name, "unembed", head.in_features, head.out_features))
-        return tuple(targets), Head(head.weight, head.bias, len(targets) - 1)
+            layers[name] = FusedLinear(module, len(layers), self.context)
+            setattr(modules[parent], leaf, layers[name])
+        return layers
+
+    def _find_targets(self, layers: dict[str, FusedLinear], head: nn.Linear) -> tuple[Target, ...]:
+        """The targets; those which the traced forward called one after another on the same tensor read one input."""
+        calls = pairwise(self.context.trace or ())
+        shared = {index for (before, x), (index, same_x) in calls if index == before + 1 and x is same_x}
+        fused = list(layers.values())
+        targets: list[Target] = []
+        for index, (name, layer) in enumerate(layers.items()):
+            suffix, kind = _sort(name)
+            assert kind is not None
+            joins = index in shared and targets[-1].kind == kind
+            d_out, d_in = layer.weight.shape
+            targets.append(Target(name, suffix, kind, d_in, d_out, targets[-1].reads if joins else index))
+        for layer, target in zip(fused, targets, strict=True):
+            layer.readers = [fused[i] for i, other in enumerate(targets) if other.reads == target.reads]
+        head_name = next(name for name, module in self.model.named_modules() if module is head)
+        targets.append(Target(head_name, head_name, "unembed", head.in_features, head.out_features, len(targets)))
+        return tuple(targets)
 
     def _probe(self) -> list[np.ndarray[Any, Any]]:
         """Two short sequences, to see whether packing changes anything."""
@@ -118,13 +139,13 @@ class BaseModel:
         return torch.cat([self.model(input_ids=batch, use_cache=False).logits[0] for batch in batches]).float()
 
     @torch.no_grad()
-    def _check(self, sequences: list[np.ndarray[Any, Any]], expected: Tensor) -> None:
+    def _check(self, sequences: list[np.ndarray[Any, Any]], expected: Tensor, head: nn.Linear) -> None:
         """Soft-capped or scaled logits, linear attention, … would show here, before anyone trains on nonsense."""
         lengths = np.array([len(sequence) for sequence in sequences])
         tokens = torch.from_numpy(np.concatenate(sequences)).to(self.device)
         positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(self.device)
         packed = PackedSequences.of(plan_attention(lengths), self.device)
-        logits = F.linear(self.hidden(tokens, positions, packed), self.head.weight, self.head.bias).float()
+        logits = F.linear(self.hidden(tokens, positions, packed), head.weight, head.bias).float()
         tolerance = (1e-3 if self.dtype == torch.float32 else 5e-2) * max(1.0, float(expected.abs().max()))
         difference = float((logits - expected).abs().max())
         if not difference <= tolerance:

@@ -125,7 +125,7 @@ class Compute:
             with torch.set_grad_enabled(backward):
                 hidden = model.hidden(outputs.tokens[rows], outputs.positions[rows], packed)  # [T, D]
         finally:
-            model.context.work = None
+            model.context.clear()
         chosen = None if micro.head_rows is None else torch.from_numpy(micro.head_rows).to(model.device)  # [M]
         with torch.no_grad():
             result = head_pass(

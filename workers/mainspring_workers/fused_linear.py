@@ -1,8 +1,9 @@
-"""A frozen linear map with the LoRA of many jobs: the base product for all rows at once, LoRA per run of jobs.
+"""Frozen linear maps with the LoRA of many jobs: the base product for all rows at once, LoRA per run of jobs.
 
     y = x Wᵀ + bias,   then for the rows of each job   y += (x Aᵀ) (s·B)ᵀ,   s = alpha / R
 
     T  rows (tokens)      I, O  input and output width      R  rank      J, n  jobs of a run and rows of each
+    G  linear maps that read the same x (query, key and value; gate and up): their A's lie stacked, [G·R, I]
 
 Backward, with hᵀ = A xᵀ saved and dhᵀ = (s·B)ᵀ dyᵀ:
 
@@ -15,6 +16,7 @@ neighbour's NaN cannot cross over (0 · NaN is NaN).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,13 +27,41 @@ from mainspring_workers.staging import Part, Work, add_product, product
 
 
 class Context:
-    """What the FusedLinears of a model look at: the work of the running micro-batch; None: the plain base model."""
+    """What the FusedLinears of a model share.
+
+    Attributes:
+        work: of the running micro-batch; None: run the plain base model.
+        trace: when it is a list, each call is noted in it as (index, x).
+        anchor: makes autograd record the first adapted layer although its input needs no gradient, so that nothing is
+            computed below it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.work: Work | None = None
-        # Makes autograd record the first adapted layer although its input needs no gradient, so that nothing is
-        # computed below it.
+        self.trace: list[tuple[int, Tensor]] | None = None
         self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self._shared: tuple[Tensor, list[Tensor]] | None = None  # an input, and what its later readers will return
+
+    def clear(self) -> None:
+        """Be the plain base model again, and hold on to nothing."""
+        self.work = None
+        self._shared = None
+
+    def output(self, layer: FusedLinear, x: Tensor, work: Work) -> Tensor:
+        """What `layer` makes of `x`; the first reader of an input computes for the others, too."""
+        if layer is layer.readers[0]:
+            parts = work.parts([reader.index for reader in layer.readers])
+            if not parts:
+                outputs = [F.linear(x, reader.weight, reader.bias) for reader in layer.readers]
+            else:
+                outputs = list(_FusedLoRA.apply(x, self.anchor, layer.readers, parts))  # type: ignore[no-untyped-call]
+            self._shared = (x, outputs)
+        if self._shared is None or self._shared[0] is not x:
+            raise RuntimeError("linear maps that shared an input when the model was loaded do not share it now")
+        outputs = self._shared[1]
+        if len(outputs) == 1:
+            self._shared = None
+        return outputs.pop(0)
 
 
 class FusedLinear(nn.Module):
@@ -43,14 +73,15 @@ class FusedLinear(nn.Module):
         self.bias = linear.bias  # [O] or None
         self.index = index  # in the model's list of targets
         self.context = context
+        self.readers: Sequence[FusedLinear] = (self,)  # of this layer's input, in the order in which they are called
 
     def forward(self, x: Tensor) -> Tensor:
-        work = self.context.work
-        parts = work.parts(self.index) if work is not None else []
-        if not parts:
+        context = self.context
+        if context.trace is not None:
+            context.trace.append((self.index, x))
+        if context.work is None:
             return F.linear(x, self.weight, self.bias)
-        y: Tensor = _FusedLoRA.apply(x, self.context.anchor, self.weight, self.bias, parts)  # type: ignore[no-untyped-call]
-        return y
+        return context.output(self, x, context.work)
 
     def extra_repr(self) -> str:
         return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
@@ -58,29 +89,39 @@ class FusedLinear(nn.Module):
 
 class _FusedLoRA(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, weight: Tensor, bias: Tensor | None, parts: list[Part]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, layers: Sequence[FusedLinear], parts: list[Part]
+    ) -> tuple[Tensor, ...]:
         rows = x.reshape(-1, x.shape[-1])  # [T, I]
-        y = F.linear(rows, weight, bias)  # [T, O]
-        hidden = []
+        outputs = [F.linear(rows, layer.weight, layer.bias) for layer in layers]  # G times [T, O]
+        saved = []
         for part in parts:
-            ht = product(part.a, part.rows(rows).mT)  # [R, n] or [J, R, n]
-            add_product(part.rows(y), ht.mT, part.bt)
-            hidden.append(ht)
-        ctx.parts = parts
-        ctx.save_for_backward(x, weight, *hidden)
-        return y.view(*x.shape[:-1], -1)
+            ht = product(part.a, part.rows(rows).mT)  # [G·R, n] or [J, G·R, n]
+            for y, ht_own, bt in zip(outputs, part.split(ht), part.bt, strict=True):
+                add_product(part.rows(y), ht_own.mT, bt)
+            saved.append(ht)
+        ctx.parts, ctx.layers = parts, layers
+        ctx.save_for_backward(x, *saved)
+        return tuple(y.view(*x.shape[:-1], -1) for y in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        x, weight, *hidden = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        x, *saved = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])
-        dy = grads[0].reshape(-1, weight.shape[0]).contiguous()  # [T, O]
-        dx = torch.mm(dy, weight) if ctx.needs_input_grad[0] else None  # [T, I]
-        for part, ht in zip(ctx.parts, hidden, strict=True):
-            dy_part = part.rows(dy)
-            dht = product(part.bt, dy_part.mT)  # [R, n] or [J, R, n]
-            add_product(part.grad_bt, ht, dy_part)
+        dys = [grad.reshape(-1, grad.shape[-1]).contiguous() for grad in grads]  # G times [T, O]
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.mm(dys[0], ctx.layers[0].weight)  # [T, I]
+            for dy, layer in zip(dys[1:], ctx.layers[1:], strict=True):
+                dx.addmm_(dy, layer.weight)
+        for part, ht in zip(ctx.parts, saved, strict=True):
+            dhts = []
+            for dy, ht_own, bt, grad_bt in zip(dys, part.split(ht), part.bt, part.grad_bt, strict=True):
+                dy_part = part.rows(dy)
+                dhts.append(product(bt, dy_part.mT))  # [R, n] or [J, R, n]
+                add_product(grad_bt, ht_own, dy_part)
+            dht = dhts[0] if len(dhts) == 1 else torch.cat(dhts, -2)  # [G·R, n] or [J, G·R, n]
             add_product(part.grad_a, dht, part.rows(rows))
             if dx is not None:
                 add_product(part.rows(dx), dht.mT, part.a)
-        return (None if dx is None else dx.view_as(x)), None, None, None, None
+        return (None if dx is None else dx.view_as(x)), None, None, None

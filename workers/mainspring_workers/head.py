@@ -20,8 +20,6 @@ from mainspring_workers.losses import LOSSES
 from mainspring_workers.plan import LossRun, Run
 from mainspring_workers.staging import Part, Slab, Work, add_product, product
 
-CHUNK_ELEMENTS = 1 << 22  # C · V: 16 MiB of float32 logits
-
 
 @dataclass(frozen=True, slots=True)
 class Head:
@@ -59,10 +57,10 @@ def head_pass(
     logp = torch.empty(total, device=hidden.device)
     loss = torch.empty(total, device=hidden.device)
     dhidden = torch.empty_like(hidden) if backward and need_dhidden else None
-    size = max(1, CHUNK_ELEMENTS // head.weight.shape[0])
+    size = chunk_rows(head.weight.shape[0])
     for start in range(0, total, size):
         chunk = slice(start, min(start + size, total))
-        parts = Work(slabs, _inside(runs, chunk)).parts(head.index)
+        parts = Work(slabs, _inside(runs, chunk)).parts([head.index])
         logits, projected = _logits(head, hidden[chunk], parts)
         logprobs = torch.log_softmax(logits, -1, dtype=torch.float32)  # [C, V]
         del logits
@@ -74,6 +72,12 @@ def head_pass(
         dlogits.scatter_add_(1, targets[chunk, None], dlogp[:, None])
         _backward(head, hidden[chunk], dlogits.to(hidden.dtype), parts, projected, dhidden, chunk)
     return HeadResult(logp, loss, dhidden)
+
+
+def chunk_rows(vocab_size: int) -> int:
+    """Rows of a chunk: logits that stay in a core's cache (2¹⁸ values), but enough rows (256) to make the products
+    efficient, and 128 MiB of logits at the most."""
+    return max(1, min(max(256, (1 << 18) // vocab_size), (1 << 25) // vocab_size))
 
 
 def _inside(runs: Sequence[Run], chunk: slice) -> list[Run]:
@@ -90,7 +94,7 @@ def _logits(head: Head, hidden: Tensor, parts: Sequence[Part]) -> tuple[Tensor, 
     projected = []
     for part in parts:
         ut = product(part.a, part.rows(hidden).mT)  # [R, n]
-        add_product(part.rows(logits), ut.mT, part.bt)
+        add_product(part.rows(logits), ut.mT, part.bt[0])
         projected.append(ut)
     return logits, projected
 
@@ -125,8 +129,8 @@ def _backward(
         torch.mm(dlogits, head.weight, out=dh)
     for part, ut in zip(parts, projected, strict=True):
         dlogits_part = part.rows(dlogits)
-        dut = product(part.bt, dlogits_part.mT)  # [R, n]
-        add_product(part.grad_bt, ut, dlogits_part)
+        dut = product(part.bt[0], dlogits_part.mT)  # [R, n]
+        add_product(part.grad_bt[0], ut, dlogits_part)
         add_product(part.grad_a, dut, part.rows(hidden))
         if dh is not None:
             add_product(part.rows(dh), dut.mT, part.a)
