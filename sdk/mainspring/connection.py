@@ -228,9 +228,10 @@ class Connection:
         """Turns errors of Redis into ours."""
         try:
             yield
-        except AuthenticationError as error:
-            raise ServiceError(f"Redis at {self.where} refused the login: {error}") from error
         except (RedisConnectionError, RedisTimeoutError, *FAILOVER, OSError) as error:
+            refusal = error if isinstance(error, AuthenticationError) else error.__cause__
+            if isinstance(refusal, AuthenticationError | ResponseError) and not isinstance(refusal, FAILOVER):
+                raise ServiceError(f"Redis at {self.where} refused the login: {refusal}") from error
             self._lost(error)
             raise ConnectionLost(f"cannot reach Redis at {self.where}: {error}") from error
         except ResponseError as error:

@@ -288,11 +288,24 @@ def test_no_server_says_where_it_looked_and_what_to_start(tmp_path):
             client.create_lora_training_client("tiny")
 
 
-def test_a_refused_login_is_said_at_once(own_server):
+def test_a_wrong_password_is_said_at_once(own_server):
     url = own_server.url.replace("unix://", "unix://nobody:wrong@")
     with trio.ServiceClient(url) as client, pytest.raises(trio.ServiceError, match="refused the login") as caught:
         client.create_lora_training_client("tiny")
     assert "wrong@" not in caught.value.message
+
+
+def test_a_missing_password_is_said_at_once(own_server):
+    with own_server.client() as r:
+        r.config_set("requirepass", "secret")
+        try:
+            with (
+                trio.ServiceClient(own_server.url) as client,
+                pytest.raises(trio.ServiceError, match="refused the log"),
+            ):
+                client.create_lora_training_client("tiny")
+        finally:
+            r.config_set("requirepass", "")
 
 
 def test_no_clock_says_so(own_server):
