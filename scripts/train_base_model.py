@@ -24,6 +24,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -203,10 +204,27 @@ def train(
     return value
 
 
+def for_shipping(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """The trained model with an output head of its own, its weights rounded to float16 (and computed in float32).
+
+    Embedding and head are trained as one matrix, which suits little text, and are two from then on: stock PEFT warns
+    whenever it loads an adapter on a head that is tied. Rounding keeps the file small.
+    """
+    config = LlamaConfig(**(model.config.to_dict() | {"tie_word_embeddings": False}))
+    untied = LlamaForCausalLM(config)
+    untied.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for parameter in untied.parameters():
+            parameter.copy_(parameter.half())
+    return untied
+
+
 def save(out: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, record: dict[str, Any]) -> None:
     """Write weights, tokenizer and ``training.json`` into the folder ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(out)
+    weights = {name: tensor.half() for name, tensor in model.state_dict().items()}  # exact, see `for_shipping`
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     # safetensors writes for the owner only; a wheel would carry that mode to every installation.
     (out / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(out)
@@ -243,13 +261,14 @@ def main(
     train_stream, held_stream = to_stream(tokenizer, train_texts), to_stream(tokenizer, held_texts)
     held_bytes = sum(len(text.encode()) for text in held_texts)
     model = build_model(seed)
-    parameters = sum(p.numel() for p in model.parameters())
     untrained = evaluate(model, held_stream, held_bytes)
     console.print(
-        f"{parameters:,} parameters; {len(train_stream):,} tokens to train on, "
+        f"{len(train_stream):,} tokens to train on, "
         f"{len(held_stream):,} held out ({', '.join(sorted(corpus.held_out))})"
     )
     last = train(model, train_stream, steps=steps, batch=batch, peak_lr=lr, decay=decay, seed=seed)
+    model = for_shipping(model)
+    parameters = sum(p.numel() for p in model.parameters())
     trained = evaluate(model, held_stream, held_bytes)
     minutes = (time.monotonic() - began) / 60
 

@@ -12,8 +12,9 @@ import mainspring as trio
 RANK = 8
 LEARNING_RATE = 5e-3
 SEQUENCE = 128  # tokens
-SEQUENCES = 6  # per update
-HELD_OUT = 12  # sequences kept for the evaluation
+SEQUENCES = 8  # per update
+CHARACTERS = 60_000  # of each text
+HELD_OUT_EVERY = 8  # every eighth sequence is kept for the evaluation
 
 Batch = list[trio.Datum]
 Update = tuple[trio.APIFuture[Any], trio.APIFuture[Any]]
@@ -111,13 +112,14 @@ async def _finish(trainee: Trainee, update: Update, step: Callable[[], None]) ->
 
 
 def split(ids: Sequence[int]) -> tuple[Callable[[int], Batch], Batch]:
-    """A text's batches by number (the text again and again), and its held-out end."""
+    """A text's batches by number (the text again and again), and the sequences that are held out."""
     rows = [ids[start : start + SEQUENCE + 1] for start in range(0, len(ids) - SEQUENCE - 1, SEQUENCE)]
     data = [
         trio.Datum(model_input=trio.ModelInput.from_ints(row[:-1]), loss_fn_inputs={"target_tokens": row[1:]})
         for row in rows
     ]
-    train, held_out = data[:-HELD_OUT], data[-HELD_OUT:]
+    held_out = data[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    train = [datum for index, datum in enumerate(data) if index % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
 
     def batch(number: int) -> Batch:
         return [train[(number * SEQUENCES + i) % len(train)] for i in range(SEQUENCES)]

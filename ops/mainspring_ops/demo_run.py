@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import mainspring as trio
 from mainspring_ops.cycles import timeline
-from mainspring_ops.demo_clients import LEARNING_RATE, RANK, STYLES, Trainee, split
+from mainspring_ops.demo_clients import CHARACTERS, LEARNING_RATE, RANK, STYLES, Trainee, split
 from mainspring_ops.terminal import CommandFailed, connect, console, new_table
 from mainspring_ops.topics import topics
 from mainspring_ops.view import View
@@ -58,7 +58,7 @@ async def _enter(stack: contextlib.AsyncExitStack, url: str) -> AsyncIterator[Tr
         user = await stack.enter_async_context(trio.ServiceClient(url))
         client = await user.create_lora_training_client_async(BASE_MODEL, rank=RANK, seed=1, job=f"{topic}-{style}")
         await stack.enter_async_context(client)
-        batches, held_out = split(client.get_tokenizer().encode(text))
+        batches, held_out = split(client.get_tokenizer().encode(text[:CHARACTERS]))
         yield Trainee(topic, style, client, batches, held_out)
 
 
