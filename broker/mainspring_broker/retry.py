@@ -6,6 +6,9 @@ import random
 from dataclasses import dataclass
 
 
+jitter = random.Random()  # our own: a client must not draw from the generator that its user has seeded
+
+
 @dataclass(slots=True)
 class Backoff:
     """`next()` gives the seconds to wait before the next attempt: first, first·2, … up to `limit`, each ±25 %."""
@@ -17,7 +20,7 @@ class Backoff:
     def next(self) -> float:
         pause = min(self.first * 2.0 ** min(self.attempts, 30), self.limit)
         self.attempts += 1
-        return pause * random.uniform(0.75, 1.25)
+        return pause * jitter.uniform(0.75, 1.25)
 
     def reset(self) -> None:
         self.attempts = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from itertools import islice
@@ -19,7 +18,7 @@ from mainspring_broker.errors import (
     ResultExpired,
     UnknownJob,
 )
-from mainspring_broker.retry import Backoff
+from mainspring_broker.retry import Backoff, jitter
 from mainspring_broker.wire import decode_envelope
 
 log = logging.getLogger("mainspring")
@@ -127,7 +126,7 @@ class ResultCollector:
 
     async def _poll(self) -> None:
         while True:
-            interval = self._settings.poll_interval_s * random.uniform(0.9, 1.1)
+            interval = self._settings.poll_interval_s * jitter.uniform(0.9, 1.1)
             with suppress(TimeoutError):
                 async with asyncio.timeout(interval):
                     await self._look_now.wait()
