@@ -161,7 +161,7 @@ def create_job(
     where = f"job {tenant}/{job}"
     return Call(
         "ms_create_job",
-        (keys.info(pool), keys.job(pool, tenant, job)),
+        (keys.job(pool, tenant, job),),
         args,
         lambda reply: _head(reply, where),
     )
@@ -187,14 +187,14 @@ def submit(
     """
     args = (tenant, job, writer, seq, chain, op, tokens, digest, payload)
     where = f"job {tenant}/{job}, request {seq} ({op})"
-    return Call("ms_submit", (keys.info(pool), keys.job(pool, tenant, job)), args, lambda reply: _head(reply, where))
+    return Call("ms_submit", (keys.job(pool, tenant, job),), args, lambda reply: _head(reply, where))
 
 
 def cancel(*, pool: str, tenant: str, job: str, writer: str, seq: int) -> Call[bool]:
     """Mark a request that has not started. False: too late."""
     return Call(
         "ms_cancel",
-        (keys.info(pool), keys.job(pool, tenant, job)),
+        (keys.job(pool, tenant, job),),
         (writer, seq),
         lambda reply: int(reply) == 1,
     )

@@ -1,5 +1,6 @@
 -- Shared by all functions of the library; each file is wrapped in `do … end` behind this one.
--- KEYS[1] is always ms:{pool}:info: it routes the call to the pool's slot, and the pool's other keys are derived from it.
+-- KEYS[1] routes the call to the pool's slot, and the pool's other keys are derived from it. It is ms:{pool}:info, or for
+-- what a tenant's client calls a key of that tenant: a call needs write permission for each key that it declares.
 
 local MAX_PREFIX = 256 -- requests of one job looked at per cycle
 
@@ -9,7 +10,7 @@ local function now_ms()
 end
 
 local function pool_prefix(keys) -- "ms:{pool}:"
-    return string.sub(keys[1], 1, -5)
+    return string.match(keys[1], "^%a+:%b{}:")
 end
 
 local function tenant_key(P, tenant)

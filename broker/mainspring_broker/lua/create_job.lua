@@ -1,12 +1,12 @@
 -- create_job: make a job's record, before its first request.
--- KEYS[1] info   KEYS[2] job hash
+-- KEYS[1] job hash
 -- ARGV[1] tenant   ARGV[2] job   ARGV[3] writer   ARGV[4] base_model   ARGV[5] rank   ARGV[6] spec (JSON, for people)
 -- Returns {status, last_seq, chain, done_seq}: "created"; "have" (the same writer repeats itself); "exists" (another writer's);
 --   "unknown_tenant"; "no_worker" (no worker has registered yet); "unknown_base_model" with the pool's own name.
 -- Atomic because two clients must not both believe that they made the job.
 local function create_job(keys, args)
     local P = pool_prefix(keys)
-    local J = keys[2]
+    local J = keys[1]
     local tenant, job, writer, base_model = args[1], args[2], args[3], args[4]
     if redis.call("HEXISTS", P .. "tenants", tenant) == 0 then return { "unknown_tenant", 0, "", 0 } end
     local present = redis.call("HMGET", J, "writer", "last_seq", "chain", "done_seq")
@@ -14,7 +14,7 @@ local function create_job(keys, args)
         local status = present[1] == writer and "have" or "exists"
         return { status, number(present[2]), present[3], number(present[4]) }
     end
-    local model = redis.call("HMGET", keys[1], "base_model", "base_model_path")
+    local model = redis.call("HMGET", P .. "info", "base_model", "base_model_path")
     if not model[1] then return { "no_worker", 0, "", 0 } end
     if base_model ~= model[1] and base_model ~= model[2] then return { "unknown_base_model", 0, model[1], 0 } end
     -- Writer ids are random, so no two jobs ever begin with the same chain.

@@ -1,5 +1,5 @@
 -- submit: append one request to its job's stream.
--- KEYS[1] info   KEYS[2] job hash
+-- KEYS[1] job hash
 -- ARGV[1] tenant   ARGV[2] job   ARGV[3] writer   ARGV[4] seq   ARGV[5] the sender's chain before this request
 -- ARGV[6] op   ARGV[7] tokens   ARGV[8] digest of op and payload   ARGV[9] payload
 -- Returns {status, last_seq, chain, done_seq}: "accepted"; "have" (this very request was accepted before); "gap" (send again from
@@ -12,7 +12,7 @@ local function whole(text, digits)
 end
 
 local function submit(keys, args)
-    local P, J = pool_prefix(keys), keys[2]
+    local P, J = pool_prefix(keys), keys[1]
     local tenant, job, writer, seq = args[1], args[2], args[3], tonumber(args[4])
     local previous, op, tokens, digest, payload = args[5], args[6], args[7], args[8], args[9]
     if not (whole(args[4], 15) and seq > 0 and whole(tokens, 9) and string.match(op, "^[%w_]+$")) then
@@ -38,7 +38,7 @@ local function submit(keys, args)
     if seq > last + 1 then return reply("gap") end
     if previous ~= chain then return reply("diverged") end
 
-    local limit = redis.call("HMGET", keys[1], "max_backlog", "max_backlog_bytes", "max_payload_bytes")
+    local limit = redis.call("HMGET", P .. "info", "max_backlog", "max_backlog_bytes", "max_payload_bytes")
     if limit[3] and #payload > number(limit[3]) then return reply("too_large") end
     if last > done then -- an empty backlog takes any request, or a large one could never be sent
         if limit[1] and last - done >= number(limit[1]) then return reply("full") end
