@@ -25,11 +25,12 @@ def acme(scene: Scene, r: redis.Redis) -> Iterator[redis.Redis]:
         "+@write",
         "+@pubsub",
         "+@connection",
-        "+fcall",
-        "+fcall_ro",
         "+time",
         "-@dangerous",
         "-@admin",
+        "-@scripting",  # or it could replace the function library
+        "+fcall",
+        "+fcall_ro",
     ]
     r.execute_command("ACL", "SETUSER", "acme", "reset", "on", ">secret", *rule)
     client = redis.Redis(
