@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-
 jitter = random.Random()  # our own: a client must not draw from the generator that its user has seeded
 
 
