@@ -42,7 +42,8 @@ class BaseModel:
         """Takes over `model` (a transformers causal LM on its device): freezes it and replaces its linear maps.
 
         Raises:
-            ValueError: the model's packed forward does not equal its ordinary one; it cannot be served.
+            ValueError: the model cannot be served: its packed forward does not equal its ordinary one, or it has no
+                linear head, or no limit of positions.
         """
         self.name = name
         self.path = path
@@ -165,8 +166,10 @@ def _sort(name: str) -> tuple[str, str | None]:
 def _max_length(config: Any) -> int:
     """Positions the model was made for. Rotary variants that change with the longest sequence stay below the switch,
     so that a neighbour's length cannot change anybody's positions."""
-    length = int(config.max_position_embeddings)
+    length = getattr(config, "max_position_embeddings", None)
+    if length is None:
+        raise ValueError(f"{config.model_type} does not say how many positions it was made for")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         length = min(length, int(rope.get("original_max_position_embeddings") or length))
-    return length
+    return int(length)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -130,7 +131,7 @@ class Engine:
         answers: dict[int, Answer] = {}
         requests: dict[int, ComputeRequest] = {}
         for i in chosen:
-            prepared = _guarded(lambda item=items[i]: self._prepare(item))  # type: ignore[misc]
+            prepared = _guarded(partial(self._prepare, items[i]))
             if isinstance(prepared, ComputeRequest):
                 requests[i] = prepared
             else:
@@ -157,7 +158,7 @@ class Engine:
             "save_weights": self._save_weights,
             "end": self._end,
         }[item.op]
-        return _guarded(lambda: run(item))
+        return _guarded(partial(run, item))
 
     def _init(self, item: WorkItem) -> dict[str, Any]:
         init = _operation(item, Init)
@@ -224,7 +225,7 @@ def _guarded(call: Callable[[], T]) -> T | MainspringError:
     try:
         return call()
     except MainspringError as error:
-        return error
+        return error.with_traceback(None)  # it may be kept as poison, and would keep the batch's arrays alive
     except Exception as error:
         log.exception("a request failed in a way that is not its own fault")
         return InternalError(f"{type(error).__name__}: {error}")
