@@ -17,7 +17,11 @@
     │   │   ├── InvalidLossConfig       invalid_loss_config      an unknown key or an unusable value
     │   │   ├── InvalidHyperparameter   invalid_hyperparameter   an optimizer or adapter setting out of range
     │   │   ├── UnknownOperation        unknown_operation        no operation of that name
-    │   │   └── CheckpointExists        checkpoint_exists        that name was saved before, and paths never change
+    │   │   ├── CheckpointExists        checkpoint_exists        that name was saved before, and paths never change
+    │   │   ├── CheckpointNotFound      checkpoint_not_found     this tenant has no checkpoint of that path
+    │   │   ├── CheckpointExpired       checkpoint_expired       its time to live is over
+    │   │   ├── CheckpointMismatch      checkpoint_mismatch      made by another base model, rank or set of flags
+    │   │   └── NoOptimizerState        no_optimizer_state       the checkpoint holds weights only
     │   ├── PrecedingRequestFailed  preceding_request_failed     a forward_backward of this update failed: nothing was applied
     │   ├── NoGradient              no_gradient                  optim_step without a forward_backward before it
     │   ├── NonFiniteGradient       non_finite_gradient          the computation itself gave NaN or infinity
@@ -173,6 +177,22 @@ class UnknownOperation(InvalidRequest):
 
 class CheckpointExists(InvalidRequest):
     code = "checkpoint_exists"
+
+
+class CheckpointNotFound(InvalidRequest):
+    code = "checkpoint_not_found"
+
+
+class CheckpointExpired(InvalidRequest):
+    code = "checkpoint_expired"
+
+
+class CheckpointMismatch(InvalidRequest):
+    code = "checkpoint_mismatch"
+
+
+class NoOptimizerState(InvalidRequest):
+    code = "no_optimizer_state"
 
 
 class PrecedingRequestFailed(RequestError):

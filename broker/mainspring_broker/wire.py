@@ -10,7 +10,7 @@ is checked by the worker, the one place that knows the model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -71,10 +71,27 @@ class OptimStep:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveWeights:
-    """Write the adapter in PEFT's format under a name, which then never changes."""
+class SaveState:
+    """Write a checkpoint of weights and optimizer under a name, which then never changes."""
 
     name: str
+    ttl_seconds: int | None = None  # from now on; None: kept for ever
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWeights:
+    """As SaveState, weights only."""
+
+    name: str
+    ttl_seconds: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadState:
+    """Go on from a checkpoint of the same tenant. As seq 1 of a job it opens it, with the checkpoint's rank and flags."""
+
+    path: str  # mainspring://<job>/weights/<name>, or …/sampler_weights/… without optimizer
+    optimizer: bool = False  # False: moments and step start anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +99,15 @@ class End:
     """The last request of a job: its slot and its keys are freed."""
 
 
-Operation = Init | ForwardBackward | OptimStep | SaveWeights | End
+Operation = Init | LoadState | ForwardBackward | OptimStep | SaveState | SaveWeights | End
 
 OPS: dict[str, type] = {
     "init": Init,
+    "load_state": LoadState,
     "forward": ForwardBackward,
     "forward_backward": ForwardBackward,
     "optim_step": OptimStep,
+    "save_state": SaveState,
     "save_weights": SaveWeights,
     "end": End,
 }
@@ -179,12 +198,14 @@ def _jagged_from_wire(op: str, name: str, value: Any) -> Jagged:
 
 def _decode_plain(cls: Any, op: str, body: dict[str, Any]) -> Operation:
     names = {name: spec.type for name, spec in cls.__dataclass_fields__.items()}
-    required = {"init": {"rank", "seed"}, "save_weights": {"name"}}.get(op, set())
+    required = {name for name, spec in cls.__dataclass_fields__.items() if spec.default is MISSING}
     _check_fields(op, body, required=required, optional=names.keys() - required)
     values: dict[str, Any] = {}
     for name, value in body.items():
-        kind = names[name]
-        if kind == "float" and type(value) in (int, float):
+        kind, _, optional = names[name].partition(" | ")
+        if value is None and optional:
+            values[name] = None
+        elif kind == "float" and type(value) in (int, float):
             values[name] = float(value)
         elif (kind, type(value)) in (("int", int), ("bool", bool), ("str", str)):
             values[name] = value

@@ -21,8 +21,10 @@ from mainspring_broker.wire import (
     ForwardBackward,
     Init,
     Jagged,
+    LoadState,
     Operation,
     OptimStep,
+    SaveState,
     SaveWeights,
     decode_envelope,
     decode_operation,
@@ -63,7 +65,9 @@ operations: st.SearchStrategy[Operation] = st.one_of(
         alpha=finite,
     ),
     st.builds(OptimStep, learning_rate=finite, beta1=finite, beta2=finite, eps=finite, weight_decay=finite),
-    st.builds(SaveWeights, name=st.text(max_size=30)),
+    st.builds(LoadState, path=st.text(max_size=30), optimizer=st.booleans()),
+    st.builds(SaveState, name=st.text(max_size=30), ttl_seconds=st.none() | st.integers(-5, 2**40)),
+    st.builds(SaveWeights, name=st.text(max_size=30), ttl_seconds=st.none() | st.integers(-5, 2**40)),
     st.just(End()),
 )
 
@@ -85,7 +89,9 @@ def test_an_operation_comes_back_as_it_was(operation: Operation) -> None:
 
 def test_every_operation_has_its_name() -> None:
     batch = ForwardBackward("cross_entropy", jagged([[1]]), {})
-    named = [Init(rank=8, seed=1), replace(batch, backward=False), batch, OptimStep(), SaveWeights("x"), End()]
+    saves = [SaveState("x"), SaveWeights("x")]
+    computes = [replace(batch, backward=False), batch, OptimStep()]
+    named = [Init(rank=8, seed=1), LoadState("x"), *computes, *saves, End()]
     assert [op_name(operation) for operation in named] == list(OPS)
 
 
@@ -99,6 +105,7 @@ def test_fields_that_are_left_out_get_their_defaults() -> None:
     assert decode_operation("optim_step", pack({})) == OptimStep()
     assert decode_operation("init", pack({"rank": 4, "seed": 7})) == Init(rank=4, seed=7)
     assert decode_operation("optim_step", pack({"learning_rate": 1})) == OptimStep(learning_rate=1.0)
+    assert decode_operation("save_state", pack({"name": "x"})) == SaveState("x", ttl_seconds=None)
 
 
 def test_an_unknown_operation_is_named_with_those_that_are_known() -> None:
@@ -120,6 +127,8 @@ def test_an_unknown_operation_is_named_with_those_that_are_known() -> None:
         ("optim_step", [1, 2], "must be a map, got list"),
         ("save_weights", {}, "missing name"),
         ("save_weights", {"name": b"x"}, "name must be str, got bytes"),
+        ("save_state", {"name": "x", "ttl_seconds": 1.5}, "ttl_seconds must be int, got float"),
+        ("load_state", {"path": None}, "path must be str, got NoneType"),
         ("end", {"now": True}, "unknown field now"),
         ("forward", 3, "must be a map, got int"),
         ("forward_backward", {"loss_fn": "x"}, "missing inputs, tokens"),
