@@ -18,7 +18,7 @@ def jobs(
     """List the jobs that have not ended.
 
     queued: accepted requests that have not run. done: requests that have, failed ones among them. updates: optimizer
-    steps that were applied. last ran: since the end of its last cycle, as far back as the recent history goes.
+    steps that were applied. active: since the end of its last cycle.
     """
     with open_view(url, pool) as view:
         rows, now = view.jobs(tenant, limit), view.now_ms()
@@ -26,9 +26,7 @@ def jobs(
         console().print(f"no open jobs in pool {pool}" + (f" of tenant {tenant}" if tenant else ""))
         return
     numbers = ("rank", "queued", "done", "updates", "failed")
-    table = new_table(
-        "tenant", "job", "state", "base model", "rank", "worker", *numbers[1:], "last ran", numbers=numbers
-    )
+    table = new_table("tenant", "job", "state", "base model", "rank", "worker", *numbers[1:], "active", numbers=numbers)
     for job in rows:
         table.add_row(
             job.tenant,
@@ -41,6 +39,6 @@ def jobs(
             str(job.done),
             str(job.updates),
             f"[red]{job.failed}[/]" if job.failed else "0",
-            f"{ago(now - job.last_ran_ms)} ago" if job.last_ran_ms is not None else "-",
+            f"{ago(now - job.active_ms)} ago" if job.active_ms is not None else "-",
         )
     console().print(table)

@@ -16,8 +16,6 @@ import redis
 
 from mainspring_broker import keys
 
-RECENT_CYCLES = 256  # how far back "last ran" is looked up
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -33,7 +31,7 @@ class Job:
     done: int
     updates: int
     failed: int
-    last_ran_ms: int | None  # end of its last cycle by the server's clock; None: not in the last RECENT_CYCLES cycles
+    active_ms: int | None  # end of its last cycle by the server's clock; None: it has not run
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +118,8 @@ class View:
         for owner, name in found:
             pipeline.hgetall(keys.job(self.pool, owner, name))
         hashes = [_texts(reply) for reply in pipeline.execute()]
-        last_ran = self._last_ran()
         return sorted(
-            (
-                _job(owner, name, fields, last_ran.get((owner, name)))
-                for (owner, name), fields in zip(found, hashes, strict=True)
-                if fields
-            ),
+            (_job(owner, name, fields) for (owner, name), fields in zip(found, hashes, strict=True) if fields),
             key=lambda job: (job.tenant, job.name),
         )
 
@@ -168,13 +161,6 @@ class View:
             for name in self.client.sscan_iter(keys.jobs(self.pool, tenant), count=200):
                 yield tenant, name.decode()
 
-    def _last_ran(self) -> dict[tuple[str, str], int]:
-        return {
-            (part.tenant, part.job): cycle.started_ms + cycle.ms
-            for cycle in self.cycles(RECENT_CYCLES)
-            for part in cycle.parts
-        }
-
 
 def _texts(fields: Mapping[bytes, bytes]) -> dict[str, str]:
     return {name.decode(): value.decode(errors="replace") for name, value in fields.items()}
@@ -184,7 +170,7 @@ def _int(fields: Mapping[str, str], name: str) -> int:
     return int(float(fields.get(name) or 0))
 
 
-def _job(tenant: str, name: str, fields: Mapping[str, str], last_ran_ms: int | None) -> Job:
+def _job(tenant: str, name: str, fields: Mapping[str, str]) -> Job:
     return Job(
         tenant=tenant,
         name=name,
@@ -196,7 +182,7 @@ def _job(tenant: str, name: str, fields: Mapping[str, str], last_ran_ms: int | N
         done=_int(fields, "done_seq"),
         updates=_int(fields, "updates"),
         failed=_int(fields, "failed"),
-        last_ran_ms=last_ran_ms,
+        active_ms=_int(fields, "active_ms") or None,
     )
 
 

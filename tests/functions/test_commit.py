@@ -234,3 +234,10 @@ def test_the_name_of_an_ended_job_is_free_once_its_record_is_gone(scene: Scene) 
     scene.job("a").update()
     scene.tick()
     assert taken(scene.commit()) == {"a": [1, 2]}
+
+
+def test_a_job_remembers_when_it_was_last_active(running: Scene) -> None:
+    before = running.r.time()[0] * 1000
+    assert running.r.hget(keys.job(running.pool, "acme", "a"), "active_ms") is None
+    running.commit()
+    assert before <= int(field(running, "a", "active_ms")) <= running.r.time()[0] * 1000 + 1000

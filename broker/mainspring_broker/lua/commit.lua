@@ -36,6 +36,7 @@ local function commit(keys, args)
     end
     if #jobs ~= number(redis.call("HGET", P .. "cycle", "size:" .. worker)) then return 0 end -- a job is missing
 
+    local now = int(now_ms())
     for _, job in ipairs(jobs) do
         local J, T, ended = job.J, tenant_key(P, job.tenant), false
         for _, i in ipairs(job.at) do
@@ -50,11 +51,12 @@ local function commit(keys, args)
             redis.call("SET", J .. ":result:" .. seq, args[i + 7], "PX", ttl)
             redis.call("PUBLISH", T .. ":results", job.name .. ":" .. seq)
         end
-        redis.call("HSET", J, "done_seq", job.done, "lineage", job.lineage, "batch", "", "backlog_bytes", int(math.max(job.bytes, 0)))
+        redis.call("HSET", J, "done_seq", job.done, "lineage", job.lineage, "batch", "", "active_ms", now,
+            "backlog_bytes", int(math.max(job.bytes, 0)))
         if job.failed > 0 then redis.call("HINCRBY", J, "failed", job.failed) end
         if job.updates > 0 then redis.call("HINCRBY", J, "updates", job.updates) end
         if ended then
-            redis.call("HSET", J, "state", "ended", "ended_ms", int(now_ms()))
+            redis.call("HSET", J, "state", "ended", "ended_ms", now)
             redis.call("DEL", J .. ":requests", J .. ":queue", J .. ":outcomes")
             redis.call("PEXPIRE", J, ttl)
             redis.call("SREM", T .. ":jobs", job.name)
