@@ -20,7 +20,7 @@ install: $(STAMP) ## Make .venv with everything, at the versions of constraints.
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[workers,embedded,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[workers,embedded,plots,dev]'
 	@touch $@
 
 demo: $(STAMP) ## Four tenants train together on one machine, shown cycle by cycle
