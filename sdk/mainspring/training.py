@@ -10,7 +10,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mainspring import encoding
+from mainspring import custom_loss, encoding
 from mainspring.futures import APIFuture, PendingCall
 from mainspring.session import Session
 from mainspring.submit import JobSender, Request
@@ -107,6 +107,40 @@ class TrainingClient:
     ) -> APIFuture[ForwardBackwardOutput]:
         """As `forward`, without blocking the event loop."""
         return await self._submitted_async(self._compute(data, loss_fn, loss_fn_config, backward=False))
+
+    def forward_backward_custom(
+        self, data: Sequence[Datum], loss_fn: custom_loss.LossFunction
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """As `forward_backward`, with a loss of your own, which runs here. Needs torch (`pip install torch`).
+
+        Runs `forward` and waits for it, calls `loss_fn`, and submits a `forward_backward` that has the same gradient; so it
+        takes at least a cycle before it returns. Submit nothing else for this job from elsewhere meanwhile.
+
+        Args:
+            data: the batch; each datum with `target_tokens`, and whatever else `loss_fn` wants to find there.
+            loss_fn: called as `loss_fn(data, logprobs)` with one float32 tensor [length] a datum, the log-probabilities of
+                its targets (0 where a target is -100). Returns the loss, a scalar tensor, and a map of metrics. It may
+                couple tokens and datums in any way. What it raises is raised here, and nothing is submitted.
+
+        Returns:
+            A future whose metrics are `loss_sum` (your loss), `loss_mean`, `token_count` and those of `loss_fn`.
+
+        Raises:
+            TypeError, ValueError: `loss_fn` returned no such pair, or a loss without a gradient.
+            NonFiniteInput: the loss or its gradient is NaN or infinite.
+            MainspringError: what `forward` and its future raise.
+        """
+        scored = self.forward(custom_loss.to_score(data), "cross_entropy").result()
+        linear = custom_loss.linearize(data, scored, loss_fn)
+        return self.forward_backward(linear.batch, "cross_entropy").map(linear.output)
+
+    async def forward_backward_custom_async(
+        self, data: Sequence[Datum], loss_fn: custom_loss.LossFunction
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """As `forward_backward_custom`, without blocking the event loop: `loss_fn` is called in a thread."""
+        scored = await (await self.forward_async(custom_loss.to_score(data), "cross_entropy"))
+        linear = await asyncio.to_thread(custom_loss.linearize, data, scored, loss_fn)
+        return (await self.forward_backward_async(linear.batch, "cross_entropy")).map(linear.output)
 
     def optim_step(self, adam_params: AdamParams) -> APIFuture[OptimStepResponse]:
         """Apply the gradient of all `forward_backward` since the last step, and clear it. Raises as they do."""

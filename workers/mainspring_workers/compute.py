@@ -208,8 +208,12 @@ def _answer(batch: Batch, logp: NDArray[np.float32], loss: NDArray[np.float32]) 
     logprobs: float32 [T], log-probability of each target, 0.0 where the target is ignored; lengths: int32 [N];
     metrics: loss_sum, loss_mean (loss_sum / token_count, or 0.0), token_count (targets whose weight is not 0).
     """
-    if not (np.isfinite(logp).all() and np.isfinite(loss).all()):
+    if not np.isfinite(logp).all():
         return NonFiniteGradient("the computation gave NaN or infinity: the adapter's weights have diverged")
+    if not np.isfinite(loss).all():
+        datum = batch.datum_of(int(np.argmin(np.isfinite(loss))))
+        message = f"the loss of datum {datum} overflows float32: its inputs are too large, or its logprobs far too small"
+        return NonFiniteGradient(message, datum=datum)
     total = float(loss.sum(dtype=np.float64))
     metrics = {
         "loss_sum": total,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,10 @@ class Batch:
     loss_fn: str
     config: tuple[tuple[str, float], ...]  # every setting of the loss, sorted
     counted: int  # positions with a target whose weight, if the loss has weights, is not 0
+
+    def datum_of(self, flat: int) -> int:
+        """The datum in which a place of the flat arrays lies."""
+        return _place(flat, self.lengths)[0]
 
 
 def check_forward_backward(op: ForwardBackward, *, vocab_size: int, max_length: int) -> Batch:
@@ -127,6 +132,10 @@ def _check_config(name: str, loss: Loss, given: Mapping[str, Any]) -> tuple[tupl
             message = f"setting {key} of loss {name} is {str(value)[:100]}; allowed: {spec.low} to {spec.high}"
             raise InvalidLossConfig(message, field=str(key), limit=[spec.low, spec.high])
         config[key] = float(value)
+    for lower, upper in pairwise(loss.ascending):
+        if config[lower] > config[upper]:
+            message = f"setting {lower} of loss {name} is {config[lower]}, above {upper}, which is {config[upper]}"
+            raise InvalidLossConfig(message, field=lower, limit=config[upper])
     return tuple(sorted(config.items()))
 
 
