@@ -187,8 +187,8 @@ class Scene:
     def lead(self, token: str | None = None, lease_ms: int = 60_000, name: str = "test") -> bool:
         return run(self.r, functions.lead(pool=self.pool, token=token or self.token, lease_ms=lease_ms, name=name))
 
-    def resign(self, token: str | None = None) -> bool:
-        return run(self.r, functions.resign(pool=self.pool, token=token or self.token))
+    def resign(self, token: str | None = None, name: str = "test") -> bool:
+        return run(self.r, functions.resign(pool=self.pool, token=token or self.token, name=name))
 
     def tick(
         self, budget: int = 1_000_000, dead_after_ms: int = 30_000, history: int = 100, **changed: Any

@@ -53,7 +53,8 @@
         ├── WorkerReplaced          worker_replaced              another process has registered under this worker's name
         ├── LibraryMissing          library_missing              the function library is not loaded: start a clock
         ├── LibraryMismatch         library_mismatch             the library loaded is of another version
-        └── ServerUnsupported       server_unsupported           not Redis >= 7.0 nor Valkey >= 8
+        ├── ServerUnsupported       server_unsupported           not Redis >= 7.0 nor Valkey >= 8
+        └── EvictionPolicyUnsafe    eviction_policy_unsafe       the server may evict keys: set maxmemory-policy noeviction
 
 The codes travel on the wire and never change; `from_wire` turns one back into its class.
 """
@@ -313,6 +314,10 @@ class LibraryMismatch(ServiceError):
 
 class ServerUnsupported(ServiceError):
     code = "server_unsupported"
+
+
+class EvictionPolicyUnsafe(ServiceError):
+    code = "eviction_policy_unsafe"
 
 
 def _tree(cls: type[MainspringError]) -> list[type[MainspringError]]:

@@ -223,13 +223,13 @@ def _tick(reply: Any) -> TickReply:
 
 
 def lead(*, pool: str, token: str, lease_ms: int, name: str) -> Call[bool]:
-    """Take or keep the clock's lease. False: another clock leads."""
+    """Take or keep the clock's lease, and say that this clock lives. False: another clock leads."""
     return Call("ms_lead", (keys.info(pool),), (token, lease_ms, name), lambda reply: int(reply) == 1)
 
 
-def resign(*, pool: str, token: str) -> Call[bool]:
-    """Give the lease back. False: it was not held."""
-    return Call("ms_resign", (keys.info(pool),), (token,), lambda reply: int(reply) == 1)
+def resign(*, pool: str, token: str, name: str) -> Call[bool]:
+    """Leave, and give the lease back. False: it was not held."""
+    return Call("ms_resign", (keys.info(pool),), (token, name), lambda reply: int(reply) == 1)
 
 
 def tick(

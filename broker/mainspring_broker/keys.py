@@ -4,6 +4,7 @@
     ms:{pool}:info                         hash    base model facts and limits                       register, the clock         never
     ms:{pool}:clock                        hash    cycle, state, name of the leader                  lead, tick, commit          never
     ms:{pool}:lease                        string  random token of the leading clock                 lead, tick                  lease_ms
+    ms:{pool}:clocks                       zset    clock -> last sign of life (ms), leader and standbys      lead, resign                2 lease_ms
     ms:{pool}:pending                      hash    worker -> batch token, for the running cycle      tick, commit, requeue       empties itself
     ms:{pool}:cycle                        hash    the running cycle: plan, timings so far           tick, commit                at the boundary
     ms:{pool}:cycles                       stream  "<cycle>-0": one entry a finished cycle           commit, requeue             capped
@@ -65,6 +66,10 @@ def clock(pool: str) -> str:
 
 def lease(pool: str) -> str:
     return f"{prefix(pool)}lease"
+
+
+def clocks(pool: str) -> str:
+    return f"{prefix(pool)}clocks"
 
 
 def pending(pool: str) -> str:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import logging
 import signal
-import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
+from mainspring_broker import library
+from mainspring_broker.errors import EvictionPolicyUnsafe
+from mainspring_broker.logs import Trouble, hide_password
 from mainspring_broker.retry import Backoff
 
 log = logging.getLogger("mainspring")
 
-
-def configure_logging(level: str) -> None:
-    """One line an event on stderr: time, level, what."""
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S"
-    )
-    logging.getLogger("redis").setLevel(logging.INFO)  # its debug lines are about features that we do not use
+SAFE_POLICY = "noeviction"
 
 
 def on_signal_stop(stop: Callable[[], None]) -> None:
@@ -32,17 +29,35 @@ def on_signal_stop(stop: Callable[[], None]) -> None:
 
 
 def wait_for_server(client: redis.Redis, url: str, stopping: Callable[[], bool]) -> bool:
-    """Block until the server answers. False: stopped before it did. Says once that it waits."""
-    backoff, told = Backoff(), False
+    """Block until the server answers. False: stopped before it did. Says now and then that it waits."""
+    backoff, trouble = Backoff(), Trouble(log, f"waiting for Redis at {hide_password(url)}")
     while not stopping():
         try:
             client.ping()
+            trouble.over()
             return True
         except RedisError as error:
             if not isinstance(error, RedisConnectionError | redis.TimeoutError | redis.BusyLoadingError):
                 raise
-            if not told:
-                log.warning("waiting for Redis at %s (%s)", url, error)
-                told = True
+            trouble.again(error)
             time.sleep(backoff.next())
     return False
+
+
+def check_server(client: redis.Redis) -> str:
+    """The server's name and version, if it is one to trust with people's work.
+
+    Raises:
+        ServerUnsupported: too old for function libraries.
+        EvictionPolicyUnsafe: it would evict keys when its memory is full; each key here is a piece of somebody's work.
+    """
+    name = library.check_server(client)
+    memory: dict[str, Any] = client.info("memory")
+    policy = str(memory.get("maxmemory_policy", SAFE_POLICY))
+    if policy != SAFE_POLICY:
+        raise EvictionPolicyUnsafe(
+            f"{name} has maxmemory-policy {policy}: with its memory full it would throw away queued requests and results; "
+            f"set it to {SAFE_POLICY} (redis-cli CONFIG SET maxmemory-policy {SAFE_POLICY}, and in its configuration file)",
+            policy=policy,
+        )
+    return name

@@ -20,7 +20,9 @@ from redis.exceptions import RedisError
 
 from mainspring_broker import functions, keys, library
 from mainspring_broker.errors import LibraryMissing, NotLeader
+from mainspring_broker.logs import Trouble, fields
 from mainspring_broker.retry import Backoff
+from mainspring_clock.metrics import ClockMetrics
 from mainspring_clock.policy import Gather
 from mainspring_clock.settings import ClockSettings
 
@@ -41,8 +43,12 @@ class Clock:
         self.client = client
         self.name = name or f"{socket.gethostname()}-{secrets.token_hex(3)}"
         self.token = secrets.token_hex(16)  # random, so that a lease never comes back after Redis lost a second
+        self.metrics = ClockMetrics()
         self.stopping = False
         self.leading = False
+        self._running: tuple[functions.TickReply, float] | None = None  # the cycle this clock started, and when (ms)
+        self._trouble = Trouble(log, f"clock {self.name}: Redis")
+        self._last_sign_ms = -1e18
         self._last_check_ms = -1e18
         self._waiting_for_worker = 0
 
@@ -63,9 +69,10 @@ class Clock:
                 self._step_down("another clock took the lease")
             except LibraryMissing:
                 self._step_down("the function library is gone from the server; loading it again")
-                library.load(self.client)
             except RedisError as error:
-                self._step_down(f"Redis: {error}")
+                self._step_down("Redis does not answer")
+                self._trouble.again(error)
+                self.metrics.redis_errors.inc()
                 self._pause(backoff.next())
         self._resign()
 
@@ -73,19 +80,26 @@ class Clock:
 
     def _take_lease(self) -> bool:
         s = self.settings
+        call = functions.lead(pool=s.pool, token=self.token, lease_ms=s.lease_ms, name=self.name)
         try:
-            took = functions.run(
-                self.client, functions.lead(pool=s.pool, token=self.token, lease_ms=s.lease_ms, name=self.name)
-            )
+            took = functions.run(self.client, call)
         except LibraryMissing:  # the first clock on a fresh server
             library.load(self.client)
-            return False
+            took = functions.run(self.client, call)
+        self._last_sign_ms = now_ms()
+        self._trouble.over()
         if took and not self.leading:
             library.load(self.client)
             self._publish_pool()
             self.leading = True
+            self.metrics.leader.set(1)
             log.info("clock %s leads pool %s", self.name, s.pool)
         return took
+
+    def _say_that_it_lives(self) -> None:
+        """Ticks keep the lease; now and then the leader is also put on the list of clocks, where standbys are."""
+        if now_ms() - self._last_sign_ms > self.settings.lease_ms / 4 and not self._take_lease():
+            raise NotLeader("another clock took the lease")
 
     def _stand_by(self) -> None:
         """Wait for the leader's lease to end, so that the take-over comes within one lease time."""
@@ -113,31 +127,43 @@ class Clock:
         if self.leading:
             log.warning("clock %s steps down: %s", self.name, why)
         self.leading = False
+        self.metrics.leader.set(0)
+        self._running = None
 
     def _resign(self) -> None:
         with contextlib.suppress(RedisError, LibraryMissing):  # the lease then runs out by itself
-            functions.run(self.client, functions.resign(pool=self.settings.pool, token=self.token))
+            functions.run(self.client, functions.resign(pool=self.settings.pool, token=self.token, name=self.name))
 
     # -- cycles -------------------------------------------------------------------------------------------------------
 
     def _lead(self) -> None:
         while not self.stopping:
+            begun = now_ms()
             reply = self._tick()
+            self._note_cycle(reply, begun)
+            self._say_that_it_lives()
             self._remove_dead_workers()
             match reply.status:
                 case "started" | "running":
-                    if reply.status == "started":
-                        log.debug(
-                            "cycle %d: %d jobs, %d requests, %d tokens",
-                            reply.cycle,
-                            reply.jobs,
-                            reply.requests,
-                            reply.tokens,
-                        )
                     self._wait([keys.bell(self.settings.pool)])
                 case "idle":
                     self._note_unplaced(reply.unplaced)
                     self._sleep_until_work()
+
+    def _note_cycle(self, reply: functions.TickReply, begun: float) -> None:
+        """Log and measure the cycle that this tick has found finished, and remember the one that it started."""
+        self.metrics.tick_seconds.observe((now_ms() - begun) / 1000)
+        if reply.status == "running":
+            return
+        if self._running is not None:
+            cycle, started = self._running
+            ms = begun - started
+            self.metrics.cycle_closed(cycle.requests, cycle.tokens, ms / 1000)
+            facts = fields(
+                cycle=cycle.cycle, jobs=cycle.jobs, requests=cycle.requests, tokens=cycle.tokens, ms=round(ms, 1)
+            )
+            log.info("cycle closed", extra=facts)
+        self._running = (reply, now_ms()) if reply.status == "started" else None
 
     def _tick(self) -> functions.TickReply:
         s = self.settings

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from mainspring_broker.logs import LogFormat
+
 
 class ClockSettings(BaseSettings):
     """One clock. Every field is `MAINSPRING_<FIELD>` in the environment."""
@@ -24,3 +26,6 @@ class ClockSettings(BaseSettings):
     max_backlog_bytes: int = Field(256 * 2**20, ge=1, description="bytes of unfinished payloads a job may have")
     max_payload_bytes: int = Field(64 * 2**20, ge=1, description="largest single request")
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
+    log_format: LogFormat = Field("text", description="text for people, json: one object a line")
+    metrics_port: int = Field(0, ge=0, le=65535, description="serve Prometheus metrics on this port; 0: not")
+    metrics_host: str = Field("127.0.0.1", description="address to serve metrics on; 0.0.0.0: to everybody")

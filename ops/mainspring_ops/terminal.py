@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mainspring_broker.logs import hide_password as hide_password
+
 if TYPE_CHECKING:
     import redis
     from rich.console import Console
@@ -94,14 +96,6 @@ def open_view(url: str, pool: str) -> Iterator[View]:
                 "or choose another with --pool or MAINSPRING_POOL."
             )
         yield View(client, pool)
-
-
-def hide_password(url: str) -> str:
-    """The URL as it may be shown."""
-    scheme, separator, rest = url.partition("://")
-    login, at, host = rest.rpartition("@")
-    user, colon, _ = login.partition(":")
-    return f"{scheme}{separator}{user}{':***' if colon else ''}{at}{host}"
 
 
 def ago(ms: float) -> str:

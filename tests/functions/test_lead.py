@@ -44,3 +44,18 @@ def test_a_clock_cannot_resign_for_another(scene: Scene) -> None:
 
 def test_nobody_resigns_a_lease_that_has_run_out(scene: Scene) -> None:
     assert not scene.resign("a")
+
+
+def test_clocks_that_live_are_on_the_list_and_the_dead_drop_off(scene: Scene) -> None:
+    def listed() -> list[bytes]:
+        return sorted(scene.r.zrange(keys.clocks(scene.pool), 0, -1))
+
+    scene.lead("a", lease_ms=60_000, name="clock-a")
+    scene.lead("b", lease_ms=60_000, name="clock-b")
+    assert listed() == [b"clock-a", b"clock-b"]
+    scene.resign("b", name="clock-b")
+    assert listed() == [b"clock-a"]
+    scene.r.zincrby(keys.clocks(scene.pool), -120_001, "clock-a")  # silent for more than two leases
+    scene.lead("b", lease_ms=60_000, name="clock-b")
+    assert listed() == [b"clock-b"]
+    assert 60_000 < scene.r.pttl(keys.clocks(scene.pool)) <= 120_000

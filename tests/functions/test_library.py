@@ -149,7 +149,7 @@ def test_the_typed_call_sends_what_the_header_declares(name: str) -> None:
             max_length=1, fields={},
         ),
         "requeue": functions.requeue(pool="p", worker="w"),
-        "resign": functions.resign(pool="p", token="t"),
+        "resign": functions.resign(pool="p", token="t", name="n"),
         "submit": functions.submit(
             pool="p", tenant="t", job="j", writer="w", seq=1, chain="c", op="o", tokens=1, digest="d", payload=b""
         ),

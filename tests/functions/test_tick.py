@@ -71,7 +71,7 @@ def test_a_tick_while_a_worker_has_not_committed_says_running_and_only_prolongs_
     busy.tick()
     busy.job("j2").update()
     before = busy.everything()
-    reply = busy.tick()
+    reply = busy.tick(token=busy.token)
     assert (reply.status, reply.cycle) == ("running", 1)
     assert busy.everything() == before
 

@@ -31,9 +31,12 @@ from mainspring_broker.errors import (
     WorkerReplaced,
 )
 from mainspring_broker.functions import Batch, BatchJob, Executed, Header
+from mainspring_broker.logs import Trouble
 from mainspring_broker.retry import Backoff
 from mainspring_broker.wire import Envelope, Operation, decode_operation, encode_envelope, token_count
 from mainspring_workers.engine import Engine, Outcome, WorkItem
+from mainspring_workers.metrics import WorkerMetrics
+from mainspring_workers.report import Spans, report_batch
 from mainspring_workers.settings import WorkerSettings
 
 log = logging.getLogger("mainspring.worker")
@@ -74,10 +77,12 @@ class Worker:
         self.name = settings.worker or f"{socket.gethostname()}-{secrets.token_hex(3)}"
         self.incarnation = ""
         self.lineages: dict[str, str] = {}  # of the engine's copies
+        self.metrics = WorkerMetrics()
         self._stopping = threading.Event()
         self._fenced = threading.Event()  # a heartbeat was refused
         self._last_id = "0"
 
+        self._trouble = Trouble(log, f"worker {self.name}: Redis")
     def stop(self) -> None:
         self._stopping.set()
 
@@ -102,17 +107,21 @@ class Worker:
                     self._serve_one()
                 backoff.reset()
             except LibraryMissing:
-                log.warning("the function library is not on the server yet: waiting for a clock")
+                self._trouble.over()
+                self._trouble.again("the function library is not on the server yet, waiting for a clock")
                 self._stopping.wait(1.0)
             except RedisError as error:
-                pause = backoff.next()
-                log.warning("Redis: %s; trying again in %.1f s", error, pause)
-                self._stopping.wait(pause)
+                self._redis_failed(error, backoff)
         self._leave()
         if beats.is_alive():
             beats.join()
 
     # -- belonging to the pool ----------------------------------------------------------------------------------------
+    def _redis_failed(self, error: RedisError, backoff: Backoff) -> None:
+        self._trouble.again(error)
+        self.metrics.redis_errors.inc()
+        self._stopping.wait(backoff.next())
+
 
     def _register(self) -> None:
         s, facts = self.settings, self.engine.facts
@@ -204,8 +213,10 @@ class Worker:
                 executed.append(done)
             lineages[work.name] = lineage
         timings = {"fetch_ms": round((fetched - begun) * 1000, 3), "compute_ms": round(compute_ms, 3)}
-        self._commit(batch, executed, lineages, timings)
-        log.debug("cycle %d: %d requests of %d jobs, %.1f ms", batch.cycle, len(executed), len(works), compute_ms)
+        committed = self._commit(batch, executed, lineages, timings)
+        spans = Spans(fetched - begun, computed - fetched, time.perf_counter() - computed)
+        report_batch(self.metrics, batch, executed, outcomes, spans, committed=committed)
+        self.metrics.jobs.set(len(self.lineages))
 
     def _fetch(self, batch: Batch) -> list[Work] | None:
         """All payloads of the batch in one round trip; None when the batch is no longer this worker's."""
@@ -258,8 +269,8 @@ class Worker:
 
     def _commit(
         self, batch: Batch, executed: list[Executed], lineages: dict[str, str], timings: Mapping[str, Any]
-    ) -> None:
-        """Commit, again after a lost connection. A refusal drops the copies that the commit would have made true."""
+    ) -> bool:
+        """Commit, again after a lost connection. False: refused, and the copies that it would have made true are gone."""
         call = functions.commit(
             pool=self.settings.pool,
             worker=self.name,
@@ -276,18 +287,19 @@ class Worker:
                 break
             except StaleBatch:
                 # Taken back, or an earlier attempt went through and only its answer was lost: the lineage tells.
-                self._keep_only_committed(batch, lineages)
-                return
+                return self._keep_only_committed(batch, lineages)
             except RedisError as error:
                 if self._stopping.is_set():
                     raise
-                pause = backoff.next()
-                log.warning("Redis: %s; committing again in %.1f s", error, pause)
-                self._stopping.wait(pause)
+                self._redis_failed(error, backoff)
+        self._trouble.over()
         for name, lineage in lineages.items():
             self._note(name, lineage)
 
-    def _keep_only_committed(self, batch: Batch, lineages: dict[str, str]) -> None:
+    def _keep_only_committed(self, batch: Batch, lineages: dict[str, str]) -> bool:
+        """Look at each job's lineage. True: the commit went through after all."""
+        lost = False
+        return True
         for job in batch.jobs:
             name = f"{job.tenant}/{job.job}"
             found = self.client.hget(keys.job(self.settings.pool, job.tenant, job.job), "lineage")
@@ -299,6 +311,8 @@ class Worker:
                 self.lineages.pop(name, None)
 
     def _note(self, name: str, lineage: str) -> None:
+                lost = True
+        return not lost
         if self.engine.has(name):
             self.lineages[name] = lineage
         else:  # ended, or never opened

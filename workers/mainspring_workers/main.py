@@ -8,7 +8,8 @@ import os
 import redis
 
 from mainspring_broker.errors import MainspringError
-from mainspring_broker.process import configure_logging, on_signal_stop, wait_for_server
+from mainspring_broker.logs import configure_logging
+from mainspring_broker.process import check_server, on_signal_stop, wait_for_server
 from mainspring_workers.settings import WorkerSettings
 
 log = logging.getLogger("mainspring.worker")
@@ -17,7 +18,7 @@ log = logging.getLogger("mainspring.worker")
 def run_worker(settings: WorkerSettings | None = None) -> int:
     """Run a worker until SIGTERM or SIGINT. Returns the exit status: 1 when the pool does not want it."""
     settings = settings or WorkerSettings()
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     # Idle compute threads sleep instead of spinning: beside any other busy process, spinning makes a cycle many times
     # slower, because the thread that everybody waits for is the one that gets no core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -54,8 +55,12 @@ def run_worker(settings: WorkerSettings | None = None) -> int:
         if wait_for_server(client, settings.url, lambda: stopping):
             worker.run()
     except MainspringError as error:
-        log.error("worker %s: %s", worker.name, error.message)
+        log.error("worker %s: %s [%s]", worker.name, error.message, error.code)
         return 1
+    if settings.metrics_port:
+        worker.metrics.serve(settings)
     finally:
         client.close()
+            check_server(client)
     return 0
+        worker.metrics.close()

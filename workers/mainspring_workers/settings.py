@@ -7,6 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from mainspring_broker.logs import LogFormat
+
 
 
 class WorkerSettings(BaseSettings):
@@ -29,4 +31,7 @@ class WorkerSettings(BaseSettings):
     )
     result_ttl_s: int = Field(24 * 3600, ge=1, description="how long a result is kept after its completion")
     heartbeat_ms: int = Field(1000, ge=50, description="pause between two signs of life")
+    log_format: LogFormat = Field("text", description="text for people, json: one object a line")
+    metrics_port: int = Field(0, ge=0, le=65535, description="serve Prometheus metrics on this port; 0: not")
+    metrics_host: str = Field("127.0.0.1", description="address to serve metrics on; 0.0.0.0: to everybody")
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
