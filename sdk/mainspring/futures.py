@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from mainspring.recorder import RequestStory
 from mainspring_broker.errors import InternalError, MainspringError, StateLost, from_wire
 from mainspring_broker.wire import Envelope
 
@@ -40,6 +41,7 @@ class PendingCall(Generic[T]):
         accepted: set when all parts are durably in the job's stream.
         outcome: set when all parts are executed.
         seqs: sequence number of each part, 0 while it has none.
+        stories: what is told of each part in a cycle report.
     """
 
     def __init__(self, job: str, join: Callable[[list[dict[str, Any]]], T], init: PendingCall[Any] | None) -> None:
@@ -48,6 +50,7 @@ class PendingCall(Generic[T]):
         self.accepted: Future[None] = _new_future()
         self.outcome: Future[T] = _new_future()
         self.seqs: list[int] = []
+        self.stories: list[RequestStory] = []
         self.accepted_parts = 0
         self.cycles: tuple[int, int] | None = None
         self.timings: Timings | None = None
@@ -57,9 +60,10 @@ class PendingCall(Generic[T]):
         self._answers: list[Envelope | MainspringError | None] = []
         self._missing = 0  # answers
 
-    def add_part(self) -> int:
+    def add_part(self, op: str, tokens: int) -> int:
         """Announce one more part; the index it has."""
         self.seqs.append(0)
+        self.stories.append(RequestStory(op, tokens, self._submitted))
         self._answers.append(None)
         self._missing += 1
         return len(self.seqs) - 1
@@ -67,6 +71,7 @@ class PendingCall(Generic[T]):
     def part_accepted(self, part: int, seq: int) -> None:
         if self.seqs[part] == 0:
             self.seqs[part] = seq
+            self.stories[part].accepted(seq)
             self.accepted_parts += 1
             if self.accepted_parts == len(self.seqs):
                 with suppress(InvalidStateError):
@@ -77,6 +82,7 @@ class PendingCall(Generic[T]):
         if self._missing == 0 or self._answers[part] is not None:
             return
         self._answers[part] = answer
+        self.stories[part].answered(answer)
         self._missing -= 1
         if self._missing == 0:
             answers, self._answers = self._answers, []
@@ -100,6 +106,8 @@ class PendingCall(Generic[T]):
 
     def fail(self, error: MainspringError) -> None:
         """End the call: it was not accepted, or its result will never come."""
+        for story in self.stories:
+            story.failed(error)
         for future in (self.accepted, self.outcome):
             with suppress(InvalidStateError):
                 future.set_exception(error)

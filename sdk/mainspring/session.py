@@ -82,11 +82,12 @@ class Session:
         return await self._until_connected(self._look)
 
     async def open_job(
-        self, job: str, writer: str, base_model: str, rank: int, spec: Mapping[str, Any]
+        self, job: str, writer: str, base_model: str | None, rank: int, spec: Mapping[str, Any]
     ) -> tuple[JobSender, ServerCapabilities]:
-        """Make a job's record. Raises what `capabilities` and `functions.create_job` do."""
+        """Make a job's record; None is the pool's base model. Raises what `capabilities` and `functions.create_job` do."""
         found = await self.capabilities()
-        head = await self._until_connected(lambda: self.connection.create_job(job, writer, base_model, rank, spec))
+        model = base_model or found.base_model
+        head = await self._until_connected(lambda: self.connection.create_job(job, writer, model, rank, spec))
         return JobSender(self.connection, job, writer, head), found
 
     async def cancel(self, sender: JobSender, seqs: list[int]) -> bool:

@@ -43,7 +43,7 @@ class Request:
     @classmethod
     def of(cls, call: PendingCall[Any], op: str, tokens: int, payload: bytes) -> Request:
         """The next part of `call`."""
-        return cls(call, call.add_part(), op, tokens, payload, request_digest(op, payload))
+        return cls(call, call.add_part(op, tokens), op, tokens, payload, request_digest(op, payload))
 
 
 class JobSender:

@@ -19,6 +19,7 @@ from mainspring.types import (
     AdamParams,
     Datum,
     ForwardBackwardOutput,
+    LoadWeightsResponse,
     OptimStepResponse,
     SaveWeightsResponse,
     ServerCapabilities,
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 
 class TrainingClient:
-    """One training job: a LoRA adapter with its optimizer. Made by `ServiceClient.create_lora_training_client`.
+    """One training job: a LoRA adapter with its optimizer. Made by the `create_…` methods of `ServiceClient`.
 
     Requests run in the order in which they were submitted. Each method returns once its request is durably in the job's
     queue (and waits while that is full); the result comes with the future. Submit `forward_backward` and `optim_step`
@@ -46,6 +47,7 @@ class TrainingClient:
         base_model: the name of the pool's base model.
         rank: of the adapter.
         seed: of the adapter's initial values.
+        train_attn, train_mlp, train_unembed: which layers it adapts.
     """
 
     def __init__(
@@ -54,20 +56,19 @@ class TrainingClient:
         session: Session,
         sender: JobSender,
         found: ServerCapabilities,
-        *,
-        rank: int,
-        seed: int,
+        opening: wire.Init | wire.LoadState,
     ) -> None:
         self.job = sender.job
         self.base_model = found.base_model
-        self.rank = rank
-        self.seed = seed
+        if isinstance(opening, wire.Init):
+            self._describe(asdict(opening))
         self._service = service  # keeps the session open
         self._session = session
         self._sender = sender
         self._base_model_path = found.base_model_path
         self._limits = encoding.Limits(found.token_budget, found.max_payload_bytes)
-        self._init: PendingCall[int] | None = None
+        self._opening = opening
+        self._init: PendingCall[dict[str, Any]] | None = None
         self._ended = False
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -150,13 +151,48 @@ class TrainingClient:
         """As `optim_step`, without blocking the event loop."""
         return await self._submitted_async(self._optim_step(adam_params))
 
-    def save_weights_for_sampler(self, name: str) -> APIFuture[SaveWeightsResponse]:
-        """Write the adapter in PEFT's format under a name that the job has not used before."""
-        return self._submitted(self._save_weights(name))
+    def save_state(self, name: str, ttl_seconds: int | None = None) -> APIFuture[SaveWeightsResponse]:
+        """Save weights and optimizer, without a pending gradient, under a name that the job has not used before.
 
-    async def save_weights_for_sampler_async(self, name: str) -> APIFuture[SaveWeightsResponse]:
+        Args:
+            name: 1 to 200 letters, digits, '.', '_', '-', the first a letter or digit.
+            ttl_seconds: how long it is kept; for ever if None.
+        """
+        return self._submitted(self._save(wire.SaveState(name, ttl_seconds)))
+
+    async def save_state_async(self, name: str, ttl_seconds: int | None = None) -> APIFuture[SaveWeightsResponse]:
+        """As `save_state`, without blocking the event loop."""
+        return await self._submitted_async(self._save(wire.SaveState(name, ttl_seconds)))
+
+    def save_weights_for_sampler(self, name: str, ttl_seconds: int | None = None) -> APIFuture[SaveWeightsResponse]:
+        """Save the weights only. Arguments as `save_state`; a name may be used once for each of the two."""
+        return self._submitted(self._save(wire.SaveWeights(name, ttl_seconds)))
+
+    async def save_weights_for_sampler_async(
+        self, name: str, ttl_seconds: int | None = None
+    ) -> APIFuture[SaveWeightsResponse]:
         """As `save_weights_for_sampler`, without blocking the event loop."""
-        return await self._submitted_async(self._save_weights(name))
+        return await self._submitted_async(self._save(wire.SaveWeights(name, ttl_seconds)))
+
+    def load_state(self, path: str) -> APIFuture[LoadWeightsResponse]:
+        """Go on from saved weights, with a new optimizer and no pending gradient.
+
+        Args:
+            path: as a save of this tenant has returned it, of any job with this rank and these layers on this base model.
+        """
+        return self._submitted(self._load(wire.LoadState(path)))
+
+    async def load_state_async(self, path: str) -> APIFuture[LoadWeightsResponse]:
+        """As `load_state`, without blocking the event loop."""
+        return await self._submitted_async(self._load(wire.LoadState(path)))
+
+    def load_state_with_optimizer(self, path: str) -> APIFuture[LoadWeightsResponse]:
+        """As `load_state`, with the optimizer as it was saved. The path must be one of `save_state`."""
+        return self._submitted(self._load(wire.LoadState(path, optimizer=True)))
+
+    async def load_state_with_optimizer_async(self, path: str) -> APIFuture[LoadWeightsResponse]:
+        """As `load_state_with_optimizer`, without blocking the event loop."""
+        return await self._submitted_async(self._load(wire.LoadState(path, optimizer=True)))
 
     def end(self) -> APIFuture[None]:
         """End the job, after everything submitted before: its place on the worker is freed."""
@@ -217,9 +253,15 @@ class TrainingClient:
 
     # -- building and posting calls -----------------------------------------------------------------------------------
 
-    def _open(self, init: wire.Init) -> PendingCall[int]:
-        self._init = self._post([init], lambda parts: int(parts[0]["parameters"]))
+    def _open(self) -> PendingCall[dict[str, Any]]:
+        self._init = self._post([self._opening], lambda parts: parts[0])
         return self._init
+
+    def _describe(self, facts: Mapping[str, Any]) -> None:
+        """Take note of what adapter this is."""
+        self.rank, self.seed = int(facts["rank"]), int(facts["seed"])
+        self.train_attn, self.train_mlp = bool(facts["train_attn"]), bool(facts["train_mlp"])
+        self.train_unembed = bool(facts["train_unembed"])
 
     def _compute(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None, *, backward: bool
@@ -231,8 +273,14 @@ class TrainingClient:
         values = {name: float(value) for name, value in asdict(adam_params).items()}
         return self._post([wire.OptimStep(**values)], lambda parts: OptimStepResponse(parts[0]["metrics"]))
 
-    def _save_weights(self, name: str) -> PendingCall[SaveWeightsResponse]:
-        return self._post([wire.SaveWeights(name)], lambda parts: SaveWeightsResponse(parts[0]["path"]))
+    def _save(self, operation: wire.SaveState | wire.SaveWeights) -> PendingCall[SaveWeightsResponse]:
+        def join(parts: list[dict[str, Any]]) -> SaveWeightsResponse:
+            return SaveWeightsResponse(parts[0]["path"], parts[0]["location"], parts[0]["size_bytes"])
+
+        return self._post([operation], join)
+
+    def _load(self, operation: wire.LoadState) -> PendingCall[LoadWeightsResponse]:
+        return self._post([operation], lambda parts: LoadWeightsResponse(operation.path, parts[0]["step"]))
 
     def _end(self) -> PendingCall[None]:
         call: PendingCall[None] = self._post([wire.End()], lambda parts: None)

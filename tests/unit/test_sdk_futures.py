@@ -29,7 +29,7 @@ class Host:
 def pending(parts=1, init=None, join=lambda results: results):
     call = PendingCall("job", join, init)
     for _ in range(parts):
-        call.add_part()
+        call.add_part("forward_backward", 1)
     return call, trio.APIFuture(Host(), call, call.outcome)
 
 
