@@ -32,6 +32,7 @@ from mainspring_broker import base_models
 from mainspring_broker.wire import ForwardBackward, Init, Jagged, OptimStep
 from mainspring_workers.base_model import BaseModel
 from mainspring_workers.engine import Engine, WorkItem
+from mainspring_workers.storage import open_storage
 
 RESULTS = Path(__file__).parent / "results"
 SEQUENCES, LENGTH, RANK = 4, 64, 8
@@ -76,7 +77,8 @@ class Fused:
     def __init__(self, model: Any, tokens: np.ndarray[Any, Any], targets: np.ndarray[Any, Any]) -> None:
         self.jobs = [f"job-{j}" for j in range(len(tokens))]
         base = BaseModel(model, name="benchmark", path="benchmark")
-        self.engine = Engine(base, storage=RESULTS, micro_batch_tokens=MICRO_BATCH_TOKENS, slots=len(tokens))
+        storage = open_storage(str(RESULTS))
+        self.engine = Engine(base, storage=storage, micro_batch_tokens=MICRO_BATCH_TOKENS, slots=len(tokens))
         init = Init(rank=RANK, seed=0, train_unembed=False)
         self._run([WorkItem(job, 1, "init", init) for job in self.jobs])
         lengths = np.full(SEQUENCES, LENGTH, np.int32)

@@ -216,6 +216,6 @@ class FakeService:
                     "learning_rate": operation.learning_rate,
                 }
             }
-        if isinstance(operation, wire.SaveWeights):
-            return {"path": f"/adapters/{job}/{operation.name}"}
+        if isinstance(operation, wire.SaveState | wire.SaveWeights):
+            return {"path": f"mainspring://{job}/x/{operation.name}", "location": f"/adapters/{job}", "size_bytes": 7}
         return {}

@@ -17,6 +17,7 @@ from mainspring_broker.wire import ForwardBackward, Init, Jagged, Operation, Opt
 from mainspring_workers.adapters import Adapter
 from mainspring_workers.base_model import BaseModel
 from mainspring_workers.engine import Engine, Outcome, WorkItem
+from mainspring_workers.storage import open_storage
 
 torch.set_num_threads(1)  # matrices this small are slower on several threads, above all beside another process
 
@@ -113,14 +114,15 @@ def batch(datums: Sequence[Datum], *, backward: bool = True) -> ForwardBackward:
 class Driver:
     """An Engine, and the sequence numbers of its jobs."""
 
-    def __init__(self, base: BaseModel, storage: Path = Path("unused"), **settings: Any) -> None:
-        self.engine = Engine(base, storage=storage, **settings)
+    def __init__(self, base: BaseModel, storage: Path | str = "unused", **settings: Any) -> None:
+        self.engine = Engine(base, storage=open_storage(str(storage)), **settings)
         self.seqs: dict[str, int] = {}
 
     def item(self, job: str, operation: Any, op: str | None = None) -> WorkItem:
         """The job's next request."""
         self.seqs[job] = self.seqs.get(job, 0) + 1
-        return WorkItem(job, self.seqs[job], op or op_name(operation), operation)
+        seq = self.seqs[job]
+        return WorkItem(job, seq, op or op_name(operation), operation, chain=f"{job} {seq}")
 
     def run(self, *requests: tuple[str, Operation]) -> list[Outcome]:
         """One batch of (job, operation)."""

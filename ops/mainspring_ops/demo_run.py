@@ -45,7 +45,7 @@ async def run_demo(folder: Path, cycles: int) -> int:
         _show_losses(out, trainees, before, [[loss for loss, _ in row] for row in after])
         out.print()
         out.print(middle)
-        folders = [folder / "adapters" / s.path.removeprefix("mainspring://") for s in saved]
+        folders = [Path(s.location) for s in saved]
         own = [logprobs for t, (_, logprobs) in zip(trainees, (after[i][i] for i in range(len(after))), strict=True)]
         return _check_with_peft(out, trainees, folders, own)
     finally:

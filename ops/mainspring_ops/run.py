@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -70,7 +69,9 @@ def worker(
     ] = None,
     device: Annotated[str | None, Option(help="auto, cpu, cuda, cuda:1 [MAINSPRING_DEVICE]")] = None,
     dtype: Annotated[str | None, Option(help="Of the frozen base: float32 or bfloat16 [MAINSPRING_DTYPE]")] = None,
-    storage: Annotated[Path | None, Option(help="Folder for saved adapters [MAINSPRING_STORAGE]")] = None,
+    storage: Annotated[
+        str | None, Option(help="Where checkpoints go: a folder, or a URL for fsspec [MAINSPRING_STORAGE]")
+    ] = None,
     slots: Annotated[int | None, Option(help="Jobs it holds at most [MAINSPRING_SLOTS]")] = None,
     threads: Annotated[int | None, Option(help="CPU threads; 0: one a core [MAINSPRING_THREADS]")] = None,
     micro_batch_tokens: Annotated[

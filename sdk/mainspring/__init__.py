@@ -8,8 +8,10 @@ with trio.ServiceClient() as service, service.create_lora_training_client("mains
     print(fwdbwd_future.result().metrics, optim_future.result().metrics)
 """
 
+from mainspring.advice import AdviceCode
 from mainspring.client import ServiceClient
 from mainspring.futures import APIFuture
+from mainspring.report import CycleReport
 from mainspring.training import TrainingClient
 from mainspring.types import (
     AdamParams,
@@ -83,11 +85,13 @@ from mainspring_broker.errors import (
 __all__ = [
     "APIFuture",
     "AdamParams",
+    "AdviceCode",
     "BacklogFull",
     "CheckpointExists",
     "CheckpointExpired",
     "CheckpointMismatch",
     "CheckpointNotFound",
+    "CycleReport",
     "Datum",
     "EmptyBatch",
     "EmptyDatum",

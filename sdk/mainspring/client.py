@@ -6,11 +6,14 @@ import asyncio
 import secrets
 import time
 import weakref
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
 from mainspring.session import Session
 from mainspring.settings import ClientSettings
+from mainspring.submit import JobSender
 from mainspring.training import TrainingClient
 from mainspring.types import ServerCapabilities
 from mainspring_broker import keys, wire
@@ -71,11 +74,10 @@ class ServiceClient:
             ServiceUnavailable, LibraryMissing: Redis, clock or worker did not come within the connect timeout.
             LibraryMismatch: client and service are of different versions.
         """
-        job, writer, init = _new_job(job, rank, seed, train_mlp, train_attn, train_unembed)
-        spec = _spec(init)
-        sender, found = self._session.run(lambda: self._session.open_job(job, writer, base_model, rank, spec))
-        client = TrainingClient(self, self._session, sender, found, rank=rank, seed=init.seed)
-        client._submitted(client._open(init))
+        opening = _init(rank, seed, train_mlp, train_attn, train_unembed)
+        sender, found = self._session.run(self._new_job(job, base_model, opening))
+        client = TrainingClient(self, self._session, sender, found, opening)
+        client._submitted(client._open())
         return client
 
     async def create_lora_training_client_async(
@@ -89,14 +91,44 @@ class ServiceClient:
         job: str | None = None,
     ) -> TrainingClient:
         """As `create_lora_training_client`, without blocking the event loop."""
-        job, writer, init = _new_job(job, rank, seed, train_mlp, train_attn, train_unembed)
-        spec = _spec(init)
-        sender, found = await asyncio.wrap_future(
-            self._session.start(lambda: self._session.open_job(job, writer, base_model, rank, spec))
-        )
-        client = TrainingClient(self, self._session, sender, found, rank=rank, seed=init.seed)
-        await client._submitted_async(client._open(init))
+        opening = _init(rank, seed, train_mlp, train_attn, train_unembed)
+        sender, found = await asyncio.wrap_future(self._session.start(self._new_job(job, base_model, opening)))
+        client = TrainingClient(self, self._session, sender, found, opening)
+        await client._submitted_async(client._open())
         return client
+
+    def create_training_client_from_state(self, path: str, job: str | None = None) -> TrainingClient:
+        """Start a job with the weights of a checkpoint of this tenant, and a new optimizer.
+
+        Waits until it is loaded: rank and layers are those of the checkpoint.
+
+        Args:
+            path: as a save has returned it.
+            job: the job's id; made up from the time if None.
+
+        Raises:
+            CheckpointNotFound, CheckpointExpired, CheckpointMismatch, StorageFailed, PayloadInvalid: it cannot be loaded.
+            SubmitError, ServiceError: as `create_lora_training_client`.
+        """
+        return self._from_state(wire.LoadState(path), job)
+
+    async def create_training_client_from_state_async(self, path: str, job: str | None = None) -> TrainingClient:
+        """As `create_training_client_from_state`, without blocking the event loop."""
+        return await self._from_state_async(wire.LoadState(path), job)
+
+    def create_training_client_from_state_with_optimizer(self, path: str, job: str | None = None) -> TrainingClient:
+        """As `create_training_client_from_state`, with the optimizer as it was saved.
+
+        Raises:
+            NoOptimizerState: the checkpoint holds weights only.
+        """
+        return self._from_state(wire.LoadState(path, optimizer=True), job)
+
+    async def create_training_client_from_state_with_optimizer_async(
+        self, path: str, job: str | None = None
+    ) -> TrainingClient:
+        """As `create_training_client_from_state_with_optimizer`, without blocking the event loop."""
+        return await self._from_state_async(wire.LoadState(path, optimizer=True), job)
 
     def get_server_capabilities(self) -> ServerCapabilities:
         """What the pool serves, and its limits. Waits for a clock and a worker, and raises, as creating a client does."""
@@ -134,29 +166,47 @@ class ServiceClient:
         where = self._session.connection.where
         return f"ServiceClient({where!r}, tenant={self._settings.tenant!r}, pool={self._settings.pool!r})"
 
+    # -- new jobs -----------------------------------------------------------------------------------------------------
 
-def _new_job(
-    job: str | None, rank: int, seed: int | None, train_mlp: bool, train_attn: bool, train_unembed: bool
-) -> tuple[str, str, wire.Init]:
-    """Id and writer of a job, and its first request."""
-    if job is None:
-        job = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"  # sorts by time
-    init = wire.Init(
+    def _new_job(
+        self, job: str | None, base_model: str | None, opening: wire.Init | wire.LoadState
+    ) -> Callable[[], Coroutine[Any, Any, tuple[JobSender, ServerCapabilities]]]:
+        """What makes a job's record, to be run on the session's loop. Of one from a checkpoint the rank is not known: 0."""
+        if job is None:
+            job = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"  # sorts by time
+        name, writer = keys.check_name("job", job), secrets.token_hex(16)
+        rank = opening.rank if isinstance(opening, wire.Init) else 0
+        spec = {name: value for name, value in asdict(opening).items() if name != "alpha"}
+        return lambda: self._session.open_job(name, writer, base_model, rank, spec)
+
+    def _from_state(self, opening: wire.LoadState, job: str | None) -> TrainingClient:
+        sender, found = self._session.run(self._new_job(job, None, opening))
+        client = TrainingClient(self, self._session, sender, found, opening)
+        try:
+            client._describe(client._submitted(client._open()).result())
+        except BaseException:  # a KeyboardInterrupt, for one
+            client._end()
+            raise
+        return client
+
+    async def _from_state_async(self, opening: wire.LoadState, job: str | None) -> TrainingClient:
+        sender, found = await asyncio.wrap_future(self._session.start(self._new_job(job, None, opening)))
+        client = TrainingClient(self, self._session, sender, found, opening)
+        try:
+            loaded = await client._submitted_async(client._open())
+            client._describe(await loaded)
+        except BaseException:
+            client._end()
+            raise
+        return client
+
+
+def _init(rank: int, seed: int | None, train_mlp: bool, train_attn: bool, train_unembed: bool) -> wire.Init:
+    """The first request of a job with a fresh adapter."""
+    return wire.Init(
         rank=rank,
         seed=secrets.randbits(31) if seed is None else seed,
         train_mlp=train_mlp,
         train_attn=train_attn,
         train_unembed=train_unembed,
     )
-    return keys.check_name("job", job), secrets.token_hex(16), init
-
-
-def _spec(init: wire.Init) -> dict[str, Any]:
-    """The job's record for people."""
-    return {
-        "rank": init.rank,
-        "seed": init.seed,
-        "train_mlp": init.train_mlp,
-        "train_attn": init.train_attn,
-        "train_unembed": init.train_unembed,
-    }

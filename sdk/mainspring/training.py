@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mainspring import custom_loss, encoding
 from mainspring.futures import APIFuture, PendingCall
+from mainspring.recorder import Recorder
+from mainspring.report import MAX_UPDATES, CycleReport, make_report
 from mainspring.session import Session
 from mainspring.submit import JobSender, Request
 from mainspring.tokenizer import load_tokenizer
@@ -67,6 +69,7 @@ class TrainingClient:
         self._sender = sender
         self._base_model_path = found.base_model_path
         self._limits = encoding.Limits(found.token_budget, found.max_payload_bytes)
+        self._recorder = Recorder()
         self._opening = opening
         self._init: PendingCall[dict[str, Any]] | None = None
         self._ended = False
@@ -206,6 +209,16 @@ class TrainingClient:
         """The base model's tokenizer. Needs transformers (`pip install transformers`)."""
         return load_tokenizer(self.base_model, self._base_model_path)
 
+    def cycle_report(self, updates: int = MAX_UPDATES) -> CycleReport:
+        """How the last updates ran in clock cycles, where the time went, and in one sentence what to change.
+
+        Asks nobody: it is made from what this client has seen of its own requests (the last 4096).
+
+        Args:
+            updates: how many of the last finished ones to look at.
+        """
+        return make_report(self._recorder.stories(), last=updates, token_budget=self._limits.tokens)
+
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -295,6 +308,7 @@ class TrainingClient:
             for operation in operations
         ]
         self._session.post(self._sender, requests)
+        self._recorder.add(call.stories)
         return call
 
     def _submitted(self, call: PendingCall[T]) -> APIFuture[T]:

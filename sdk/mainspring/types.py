@@ -169,9 +169,19 @@ class OptimStepResponse:
 
 @dataclass(frozen=True, slots=True)
 class SaveWeightsResponse:
-    """Result of save_weights_for_sampler: where the adapter is, in PEFT's format."""
+    """Result of save_state and save_weights_for_sampler."""
+
+    path: str  # what load_state and the like take
+    location: str  # folder or URL where the service has put it, an adapter in PEFT's format
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeightsResponse:
+    """Result of load_state and load_state_with_optimizer."""
 
     path: str
+    step: int  # optimizer steps that the job's optimizer remembers: 0 without
 
 
 @dataclass(frozen=True, slots=True)

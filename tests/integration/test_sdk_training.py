@@ -89,7 +89,8 @@ async def test_each_operation_has_its_two_awaits(client, service):
     saved = await training_client.save_weights_for_sampler_async("final")
     ended = await training_client.end_async()
     assert number_of(await forward) == 3
-    assert (await saved).path == f"/adapters/{training_client.job}/final"
+    job = training_client.job
+    assert await saved == trio.SaveWeightsResponse(f"mainspring://{job}/x/final", f"/adapters/{job}", 7)
     assert await ended is None
     assert [op for _, _, op in service.executed] == ["init", "forward", "save_weights", "end"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,8 +80,7 @@ def to_sdk(datums: Sequence[Datum]) -> list[trio.Datum]:
 async def weights(service: Service, client: trio.TrainingClient, name: str) -> dict[str, tuple[Tensor, Tensor]]:
     """The job's weights by target name, as an exported adapter has them."""
     saved = await (await client.save_weights_for_sampler_async(name))
-    folder = service.storage / saved.path.removeprefix("mainspring://")
-    flat = load_file(folder / "adapter_model.safetensors")
+    flat = load_file(Path(saved.location) / "adapter_model.safetensors")
     names = {key.removeprefix("base_model.model.").rsplit(".lora_", 1)[0] for key in flat}
     return {n: tuple(flat[f"base_model.model.{n}.lora_{letter}.weight"] for letter in "AB") for n in names}  # type: ignore[misc]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from mainspring_broker import errors
-from mainspring_broker.wire import End, Init, SaveWeights
+from mainspring_broker.wire import End, Init, SaveState, SaveWeights
 from mainspring_workers.engine import Outcome, WorkItem
 from tests.tiny import Driver, batch, optim, random_datums, tiny_base
 
@@ -137,8 +138,9 @@ def test_an_undecodable_step_fails_with_its_own_error_and_clears_gradient_and_po
     starts_clean(driver)
 
 
-def test_requests_of_a_job_that_is_not_here_lose_their_state(driver: Driver) -> None:
-    outcomes = driver.run(("gone", GOOD), ("gone", optim()), ("gone", SaveWeights("x")), ("gone", End()))
+def test_requests_of_a_job_that_is_not_here_lose_their_state(tmp_path: Path) -> None:
+    driver, job = Driver(tiny_base(), tmp_path), "t/gone"
+    outcomes = driver.run((job, GOOD), (job, optim()), (job, SaveWeights("x")), (job, SaveState("x")), (job, End()))
     for outcome in outcomes:
         failed(outcome, errors.StateLost)
 

@@ -12,8 +12,8 @@ import torch
 from peft import PeftModel
 
 from mainspring_broker import errors
-from mainspring_broker.wire import Init, SaveWeights
-from mainspring_workers.peft_format import read_adapter
+from mainspring_broker.wire import Init, SaveState, SaveWeights
+from mainspring_workers.peft_format import read_weights
 from tests.oracle import peft_on_new_transformers
 from tests.tiny import FAMILIES, Driver, batch, optim, random_datums, tiny_base, tiny_model
 
@@ -26,6 +26,7 @@ def trained(storage: Path, init: Init, family: str = "llama", tied: bool = False
     return driver
 
 
+@pytest.mark.parametrize(("save", "kind"), [(SaveState, "weights"), (SaveWeights, "sampler_weights")])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "init",
@@ -35,12 +36,15 @@ def trained(storage: Path, init: Init, family: str = "llama", tied: bool = False
         Init(rank=3, seed=2, alpha=7.5),
     ],
 )
-def test_stock_peft_loads_it_to_the_same_logits(tmp_path: Path, family: str, init: Init) -> None:
+def test_stock_peft_loads_it_to_the_same_logits(
+    tmp_path: Path, family: str, init: Init, save: type[SaveWeights | SaveState], kind: str
+) -> None:
     driver = trained(tmp_path, init, family)
     datums = random_datums(77, [11, 6])
-    result, saved = driver.good(("t/job", batch(datums, backward=False)), ("t/job", SaveWeights("step-3")))
-    assert saved["path"] == "mainspring://t/job/sampler_weights/step-3"
-    directory = tmp_path / "t/job/sampler_weights/step-3"
+    result, saved = driver.good(("t/job", batch(datums, backward=False)), ("t/job", save("step-3")))
+    assert saved["path"] == f"mainspring://job/{kind}/step-3"
+    directory = tmp_path / "t/job" / kind / "step-3"
+    assert saved["location"] == str(directory)
     with peft_on_new_transformers():
         model = PeftModel.from_pretrained(tiny_model(family), directory)
     expected = []
@@ -51,7 +55,7 @@ def test_stock_peft_loads_it_to_the_same_logits(tmp_path: Path, family: str, ini
         logp = torch.log_softmax(logits, -1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
         expected.append(torch.where(targets >= 0, logp, 0.0))
     np.testing.assert_allclose(result["logprobs"], torch.cat(expected).numpy(), atol=2e-6)
-    assert sorted(p.name for p in directory.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert saved["size_bytes"] == sum(p.stat().st_size for p in directory.iterdir() if p.name != "checkpoint.json")
     assert sum(p.numel() for n, p in model.named_parameters() if "lora_" in n) == driver.adapter("t/job").parameters
 
 
@@ -60,8 +64,7 @@ def test_tied_embeddings_write_only_lora(tmp_path: Path) -> None:
     driver = trained(tmp_path, init, tied=True)
     driver.good(("t/job", SaveWeights("x")))
     directory = tmp_path / "t/job/sampler_weights/x"
-    _, matrices = read_adapter(directory)
-    assert list(matrices) == ["lm_head"]
+    assert list(read_weights((directory / "adapter_model.safetensors").read_bytes())) == ["lm_head"]
     with peft_on_new_transformers(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Model with `tie_word_embeddings=True`")
         warnings.filterwarnings("ignore", ".*ensure_weight_tying")
@@ -73,7 +76,9 @@ def test_tied_embeddings_write_only_lora(tmp_path: Path) -> None:
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     driver = trained(tmp_path, Init(rank=8, seed=1))
     driver.good(("t/job", SaveWeights("x")))
-    config, matrices = read_adapter(tmp_path / "t/job/sampler_weights/x")
+    directory = tmp_path / "t/job/sampler_weights/x"
+    config = json.loads((directory / "adapter_config.json").read_text())
+    matrices = read_weights((directory / "adapter_model.safetensors").read_bytes())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (8, 32, "tiny-llama")
     expected = driver.matrices("t/job")
     assert matrices.keys() == expected.keys()

@@ -12,7 +12,7 @@ B lies transposed, so that all products of a pass have the narrow side R first, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -64,6 +64,30 @@ class Layout:
         parts = torch.split(rows, [math.prod(shape) for shape in shapes], dim=-1)
         views = [part.view(*rows.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True)]
         return views[: len(self.targets)], views[len(self.targets) :]
+
+    def named(self, row: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Views of `row` [P]: target name → (A [R, I], B [O, R])."""
+        a_views, bt_views = self.matrices(row)
+        names = [target.name for target in self.targets]
+        return {name: (a, bt.mT) for name, a, bt in zip(names, a_views, bt_views, strict=True)}
+
+    def row(self, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
+        """The row [P], on the CPU, of which `named` gives `matrices`.
+
+        Raises:
+            ValueError: other targets or shapes than this layout's; it says which.
+        """
+        row = torch.empty(self.size)
+        views = self.named(row)
+        if matrices.keys() != views.keys():
+            name = min(matrices.keys() ^ views.keys())
+            raise ValueError(f"{name} is {'missing' if name in views else 'not adapted here'}")
+        for name, pair in views.items():
+            for letter, view, values in zip("AB", pair, matrices[name], strict=True):
+                if values.shape != view.shape:
+                    raise ValueError(f"{letter} of {name} is {list(values.shape)}, needed is {list(view.shape)}")
+                view.copy_(values)
+        return row
 
     def stacked(self, rows: Tensor) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """Views of the A's of each input's readers [..., G·R, I] by the first one's index, and of Bᵀ by index."""
@@ -126,9 +150,7 @@ class Adapter:
     @cached_property
     def named_matrices(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Views of the weights: target name → (A [R, I], B [O, R])."""
-        a_views, bt_views = self.layout.matrices(self.weights)
-        names = [target.name for target in self.layout.targets]
-        return {name: (a, bt.mT) for name, a, bt in zip(names, a_views, bt_views, strict=True)}
+        return self.layout.named(self.weights)
 
     def poison_with(self, seq: int, error: MainspringError) -> None:
         """Make the next optim_step fail because of `seq`; the first cause is the one that is kept."""

@@ -2,7 +2,7 @@
 
 A batch holds for each job a run of consecutive requests
 
-    init?  (forward | forward_backward)*  optim_step?  save_weights*  end?
+    (init | load_state)?  (forward | forward_backward)*  optim_step?  (save_state | save_weights)*  end?
 
 which are executed in phases over all jobs at once: open → compute → optimize → save → end. (Should a job's requests
 go on behind that, as in a replay, the batch is run as several such waves.)
@@ -14,6 +14,7 @@ What fails, fails alone:
   poison, so that the job goes on clean. Poison and gradient outlive the batch. A failed forward poisons nothing.
 - An optim_step that fails for its own sake (bad settings, undecodable) changes no weights either, and clears
   gradient and poison too: the update is over.
+- A failed load_state changes nothing: weights, gradient and poison stay. As seq 1 it leaves no job.
 - A request of a job that is not here fails with StateLost.
 """
 
@@ -21,26 +22,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from mainspring_broker.errors import (
+    CheckpointMismatch,
     InternalError,
     MainspringError,
     NoGradient,
     OutOfMemory,
     PrecedingRequestFailed,
     StateLost,
-    StorageFailed,
 )
-from mainspring_broker.wire import End, ForwardBackward, Init, Operation, OptimStep, SaveWeights
+from mainspring_broker.wire import End, ForwardBackward, Init, LoadState, Operation, OptimStep, SaveState, SaveWeights
 from mainspring_workers.adapters import Adapter, AdapterPool
 from mainspring_workers.base_model import BaseModel
+from mainspring_workers.checkpoints import Checkpoints
 from mainspring_workers.compute import Answer, Compute, ComputeRequest
+from mainspring_workers.manifest import STATE, WEIGHTS, Place, check_fits
 from mainspring_workers.optimizer import optim_step
-from mainspring_workers.peft_format import NAME, save_adapter
+from mainspring_workers.storage import Storage
 from mainspring_workers.validate import check_forward_backward, check_init, check_optim_step
 
 log = logging.getLogger(__name__)
@@ -49,20 +51,30 @@ T = TypeVar("T")
 Kind = TypeVar("Kind", bound=Operation)
 
 # Phase of each operation. One of an unknown name may have been meant as a gradient: it is failed in the compute phase.
-PHASES = {"init": 0, "forward": 1, "forward_backward": 1, "optim_step": 2, "save_weights": 3, "end": 4}
+PHASES = {
+    "init": 0,
+    "load_state": 0,
+    "forward": 1,
+    "forward_backward": 1,
+    "optim_step": 2,
+    "save_state": 3,
+    "save_weights": 3,
+    "end": 4,
+}
 COMPUTE = 1
 # A failure of these leaves the pending gradient as it is; any other may have been meant to contribute to it.
-NOT_A_GRADIENT = frozenset({"init", "forward", "optim_step", "save_weights", "end"})
+NOT_A_GRADIENT = PHASES.keys() - {"forward_backward"}
 
 
 @dataclass(frozen=True, slots=True)
 class WorkItem:
     """One request of a batch."""
 
-    job: str
+    job: str  # <tenant>/<job>
     seq: int
     op: str  # name as queued
     operation: Operation | MainspringError  # the error, when the payload could not be decoded or was cancelled
+    chain: str = ""  # of the job at this request: the same only if it is the same request again
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +91,7 @@ class Engine:
     """Adapters of many jobs on one base model.
 
     Args:
-        storage: checkpoints go to `storage`/<job>/sampler_weights/<name>/.
+        storage: where checkpoints are.
         micro_batch_tokens: tokens that go through the model together.
         slots: most jobs that can be open at a time.
         deterministic_isolation: see `Compute`.
@@ -89,14 +101,14 @@ class Engine:
         self,
         model: BaseModel,
         *,
-        storage: Path,
+        storage: Storage,
         micro_batch_tokens: int = 1024,
         slots: int = 64,
         deterministic_isolation: bool = False,
     ) -> None:
-        self.facts: dict[str, Any] = {**model.facts, "slots": slots}
+        self.facts: dict[str, Any] = {**model.facts, "slots": slots, "storage": storage.location("")}
         self._model = model
-        self._storage = storage
+        self._checkpoints = Checkpoints(storage)
         self._pool = AdapterPool(model.targets, slots=slots, device=model.device)
         self._compute = Compute(
             model, micro_batch_tokens=micro_batch_tokens, deterministic_isolation=deterministic_isolation
@@ -113,9 +125,10 @@ class Engine:
     def run(self, items: Sequence[WorkItem]) -> list[Outcome]:
         """Execute one batch; outcomes in the order of `items`. Never raises for what a request contains.
 
-        Results by operation: init `{"parameters"}`; forward and forward_backward `{"logprobs", "lengths",
-        "metrics": {"loss_sum", "loss_mean", "token_count"}}`; optim_step `{"metrics": {"grad_norm", "step",
-        "learning_rate"}}`; save_weights `{"path"}`; end `{}`.
+        Results by operation: init `{"parameters"}`; load_state `{"parameters", "rank", "seed", "train_attn", "train_mlp",
+        "train_unembed", "alpha", "step"}`; forward and forward_backward `{"logprobs", "lengths", "metrics": {"loss_sum",
+        "loss_mean", "token_count"}}`; optim_step `{"metrics": {"grad_norm", "step", "learning_rate"}}`; save_state and
+        save_weights `{"path", "location", "size_bytes"}`; end `{}`.
         """
         answers: dict[int, Answer] = {}
         for wave in _waves(items):
@@ -154,20 +167,41 @@ class Engine:
     def _run_one(self, item: WorkItem) -> Answer:
         run: Callable[[WorkItem], dict[str, Any]] = {
             "init": self._init,
+            "load_state": self._load_state,
             "optim_step": self._optim_step,
+            "save_state": self._save_state,
             "save_weights": self._save_weights,
             "end": self._end,
         }[item.op]
         return _guarded(partial(run, item))
 
     def _init(self, item: WorkItem) -> dict[str, Any]:
-        init = _operation(item, Init)
+        return {"parameters": self._open(item.job, _operation(item, Init)).parameters}
+
+    def _open(self, job: str, init: Init) -> Adapter:
         check_init(init)
         try:
-            adapter = self._pool.open(item.job, init)
+            return self._pool.open(job, init)
         except (MemoryError, RuntimeError) as error:  # torch's out-of-memory errors are RuntimeErrors
             raise OutOfMemory(f"there is no memory for an adapter of rank {init.rank}: {error}") from None
-        return {"parameters": adapter.parameters}
+
+    def _load_state(self, item: WorkItem) -> dict[str, Any]:
+        op = _operation(item, LoadState)
+        opens = item.seq == 1
+        present = None if opens else self._adapter(item)
+        place = Place.of_path(item.job.partition("/")[0], op.path)
+        loaded = self._checkpoints.load(place, optimizer=op.optimizer)
+        check_fits(place, loaded.manifest, self._model.name, present.init if present else None)
+        adapter = present or self._open(item.job, loaded.manifest.init)
+        try:
+            loaded.into(adapter)
+        except ValueError as error:
+            if opens:
+                self._pool.close(item.job)
+            message = f"{place.path} does not fit this job: {error}"
+            raise CheckpointMismatch(message, base_model=self._model.name) from None
+        facts = asdict(adapter.init)
+        return {**facts, "parameters": adapter.parameters, "step": int(adapter.step.item())}
 
     def _optim_step(self, item: WorkItem) -> dict[str, Any]:
         adapter = self._adapter(item)
@@ -186,17 +220,32 @@ class Engine:
         finally:
             adapter.clear_gradient()
 
+    def _save_state(self, item: WorkItem) -> dict[str, Any]:
+        op = _operation(item, SaveState)
+        return self._save(item, STATE, op.name, op.ttl_seconds)
+
     def _save_weights(self, item: WorkItem) -> dict[str, Any]:
-        adapter = self._adapter(item)
         op = _operation(item, SaveWeights)
-        if not all(NAME.fullmatch(part) for part in item.job.split("/")):
-            raise StorageFailed(f"job {item.job[:100]!r} is no name for a directory")
-        parent = self._storage / item.job / "sampler_weights"
-        try:
-            save_adapter(adapter, parent, op.name, self._model.path)
-        except OSError as error:
-            raise StorageFailed(f"the adapter could not be written: {error.strerror or error}") from error
-        return {"path": f"mainspring://{item.job}/sampler_weights/{op.name}"}
+        return self._save(item, WEIGHTS, op.name, op.ttl_seconds)
+
+    def _save(self, item: WorkItem, kind: str, name: str, ttl_seconds: int | None) -> dict[str, Any]:
+        tenant, _, job = item.job.partition("/")
+        place = Place.of_job(tenant, job, kind, name)
+        adapter = self._pool.get(item.job)
+        if adapter is not None:
+            manifest = self._checkpoints.save(
+                adapter,
+                place,
+                base_model=self._model.name,
+                base_path=self._model.path,
+                request=item.chain,
+                ttl_seconds=ttl_seconds,
+            )
+        elif (found := self._checkpoints.saved_by(place, item.chain)) is not None:
+            manifest = found  # a worker has saved it and died before its commit
+        else:
+            raise self._lost(item)
+        return {"path": place.path, "location": self._checkpoints.location(place), "size_bytes": manifest.size}
 
     def _end(self, item: WorkItem) -> dict[str, Any]:
         self._adapter(item)
@@ -207,8 +256,11 @@ class Engine:
     def _adapter(self, item: WorkItem) -> Adapter:
         adapter = self._pool.get(item.job)
         if adapter is None:
-            raise StateLost(f"job {item.job} has no adapter on this worker: it was never opened, ended, or lost")
+            raise self._lost(item)
         return adapter
+
+    def _lost(self, item: WorkItem) -> StateLost:
+        return StateLost(f"job {item.job} has no adapter on this worker: it was never opened, ended, or lost")
 
 
 def _operation(item: WorkItem, kind: type[Kind]) -> Kind:

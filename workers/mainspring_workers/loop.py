@@ -50,6 +50,7 @@ class Fetched:
 
     header: Header
     digest: str
+    chain: str
     accepted_ms: int
     payload_bytes: int
     operation: Operation | MainspringError
@@ -76,13 +77,13 @@ class Worker:
         self.engine = engine
         self.name = settings.worker or f"{socket.gethostname()}-{secrets.token_hex(3)}"
         self.incarnation = ""
-        self.lineages: dict[str, str] = {}  # of the engine's copies
         self.metrics = WorkerMetrics()
+        self.lineages: dict[str, str] = {}  # of the engine's copies
         self._stopping = threading.Event()
         self._fenced = threading.Event()  # a heartbeat was refused
         self._last_id = "0"
-
         self._trouble = Trouble(log, f"worker {self.name}: Redis")
+
     def stop(self) -> None:
         self._stopping.set()
 
@@ -106,8 +107,8 @@ class Worker:
                 else:
                     self._serve_one()
                 backoff.reset()
-            except LibraryMissing:
                 self._trouble.over()
+            except LibraryMissing:
                 self._trouble.again("the function library is not on the server yet, waiting for a clock")
                 self._stopping.wait(1.0)
             except RedisError as error:
@@ -116,12 +117,12 @@ class Worker:
         if beats.is_alive():
             beats.join()
 
-    # -- belonging to the pool ----------------------------------------------------------------------------------------
     def _redis_failed(self, error: RedisError, backoff: Backoff) -> None:
         self._trouble.again(error)
         self.metrics.redis_errors.inc()
         self._stopping.wait(backoff.next())
 
+    # -- belonging to the pool ----------------------------------------------------------------------------------------
 
     def _register(self) -> None:
         s, facts = self.settings, self.engine.facts
@@ -141,7 +142,8 @@ class Worker:
                 "pid": os.getpid(),
                 "device": facts["device"],
                 "dtype": facts["dtype"],
-                "storage": str(s.storage.absolute()),
+                "base_model": facts["base_model"],
+                "storage": facts["storage"],
             },
         )
         functions.run(self.client, call)
@@ -235,7 +237,7 @@ class Worker:
         if self.lineages.get(work.name) != work.job.lineage and self.engine.has(work.name):
             log.warning("job %s: the copy here is not at the job's lineage, it is dropped", work.name)
             self.engine.drop(work.name)
-        return [WorkItem(work.name, r.header.seq, r.header.op, r.operation) for r in work.requests]
+        return [WorkItem(work.name, r.header.seq, r.header.op, r.operation, r.chain) for r in work.requests]
 
     def _execute(self, items: list[WorkItem]) -> list[Outcome]:
         try:
@@ -295,11 +297,11 @@ class Worker:
         self._trouble.over()
         for name, lineage in lineages.items():
             self._note(name, lineage)
+        return True
 
     def _keep_only_committed(self, batch: Batch, lineages: dict[str, str]) -> bool:
         """Look at each job's lineage. True: the commit went through after all."""
         lost = False
-        return True
         for job in batch.jobs:
             name = f"{job.tenant}/{job.job}"
             found = self.client.hget(keys.job(self.settings.pool, job.tenant, job.job), "lineage")
@@ -309,10 +311,10 @@ class Worker:
                 log.warning("job %s: the batch of cycle %d was taken back, the copy here is dropped", name, batch.cycle)
                 self.engine.drop(name)
                 self.lineages.pop(name, None)
-
-    def _note(self, name: str, lineage: str) -> None:
                 lost = True
         return not lost
+
+    def _note(self, name: str, lineage: str) -> None:
         if self.engine.has(name):
             self.lineages[name] = lineage
         else:  # ended, or never opened
@@ -325,8 +327,9 @@ def read_requests(job: BatchJob, entries: Mapping[bytes, Mapping[bytes, bytes]])
     for header in job.requests:
         fields = entries.get(f"{header.seq}-0".encode(), {})
         payload, digest = fields.get(b"payload", b""), fields.get(b"digest", b"").decode()
+        chain, accepted_ms = fields.get(b"chain", b"").decode(), int(fields.get(b"accepted_ms", 0))
         operation = read_operation(header, digest, payload)
-        fetched.append(Fetched(header, digest, int(fields.get(b"accepted_ms", 0)), len(payload), operation))
+        fetched.append(Fetched(header, digest, chain, accepted_ms, len(payload), operation))
     return fetched
 
 

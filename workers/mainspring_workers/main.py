@@ -22,6 +22,13 @@ def run_worker(settings: WorkerSettings | None = None) -> int:
     # Idle compute threads sleep instead of spinning: beside any other busy process, spinning makes a cycle many times
     # slower, because the thread that everybody waits for is the one that gets no core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from mainspring_workers.storage import open_storage
+
+    try:
+        storage = open_storage(settings.storage, create=True)
+    except MainspringError as error:
+        log.error("%s", error.message)
+        return 1
     import torch  # late: libgomp reads the environment now, and a wrong setting was said before the slow import
 
     from mainspring_workers.base_model import BaseModel
@@ -29,14 +36,13 @@ def run_worker(settings: WorkerSettings | None = None) -> int:
     from mainspring_workers.loop import Worker
 
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
-    settings.storage.mkdir(parents=True, exist_ok=True)
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     model = BaseModel.load(settings.base_model, device=device, dtype=settings.dtype)
     engine = Engine(
         model,
-        storage=settings.storage,
+        storage=storage,
         micro_batch_tokens=settings.micro_batch_tokens,
         slots=settings.slots,
         deterministic_isolation=settings.deterministic_isolation,
@@ -51,16 +57,16 @@ def run_worker(settings: WorkerSettings | None = None) -> int:
         worker.stop()
 
     on_signal_stop(stop)
+    if settings.metrics_port:
+        worker.metrics.serve(settings)
     try:
         if wait_for_server(client, settings.url, lambda: stopping):
+            check_server(client)
             worker.run()
     except MainspringError as error:
         log.error("worker %s: %s [%s]", worker.name, error.message, error.code)
         return 1
-    if settings.metrics_port:
-        worker.metrics.serve(settings)
     finally:
-        client.close()
-            check_server(client)
-    return 0
         worker.metrics.close()
+        client.close()
+    return 0

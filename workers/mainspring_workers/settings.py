@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
-from mainspring_broker.logs import LogFormat
 
+from mainspring_broker.logs import LogFormat
 
 
 class WorkerSettings(BaseSettings):
@@ -22,7 +21,7 @@ class WorkerSettings(BaseSettings):
     base_model: str = Field("mainspring-tiny", description="a shipped name, a folder, or a Hugging Face id")
     device: str = Field("auto", description="cpu, cuda, cuda:1, …; auto: CUDA when there is a device")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the frozen base; adapters are float32")
-    storage: Path = Field(Path("mainspring-data/adapters"), description="folder for saved adapters")
+    storage: str = Field("mainspring-data/adapters", description="where checkpoints go: a folder, or a URL for fsspec")
     slots: int = Field(64, ge=1, description="jobs this worker holds at most")
     threads: int = Field(0, ge=0, description="CPU threads for torch; 0: one for each core")
     micro_batch_tokens: int = Field(1024, ge=1, description="tokens that go through the model at a time")
@@ -31,7 +30,7 @@ class WorkerSettings(BaseSettings):
     )
     result_ttl_s: int = Field(24 * 3600, ge=1, description="how long a result is kept after its completion")
     heartbeat_ms: int = Field(1000, ge=50, description="pause between two signs of life")
+    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
     log_format: LogFormat = Field("text", description="text for people, json: one object a line")
     metrics_port: int = Field(0, ge=0, le=65535, description="serve Prometheus metrics on this port; 0: not")
     metrics_host: str = Field("127.0.0.1", description="address to serve metrics on; 0.0.0.0: to everybody")
-    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
