@@ -16,6 +16,7 @@ from mainspring_broker.errors import PayloadInvalid
 
 DTYPES = frozenset({"<f4", "<f8", "<i4", "<i8", "|u1", "|b1"})
 MAX_DIMENSIONS = 8
+MAX_VALUES = 1 << 16  # entries of all lists and maps of a message: one byte each on the wire, a hundred in memory
 _TENSOR_KEYS = {"dtype", "shape", "data"}
 
 
@@ -63,8 +64,32 @@ def unpack(data: bytes) -> Any:
     Raises:
         PayloadInvalid: not msgpack, truncated, bytes behind the end, or a tensor that contradicts itself.
     """
+    left = MAX_VALUES
+
+    def count(entries: int) -> None:
+        nonlocal left
+        left -= 1 + entries
+        if left < 0:
+            raise PayloadInvalid(f"the payload holds more than {MAX_VALUES} values; numbers belong into tensors")
+
+    def decode_map(value: dict[Any, Any]) -> Any:
+        count(len(value))
+        return _decode(value)
+
+    def decode_list(value: list[Any]) -> list[Any]:
+        count(len(value))
+        return value
+
     try:
-        return msgpack.unpackb(data, object_hook=_decode, raw=False, strict_map_key=True)
+        return msgpack.unpackb(
+            data,
+            object_hook=decode_map,
+            list_hook=decode_list,
+            raw=False,
+            strict_map_key=True,
+            max_array_len=MAX_VALUES,
+            max_map_len=MAX_VALUES,
+        )
     except PayloadInvalid:
         raise
     except Exception as error:  # msgpack raises a dozen unrelated types for bad input

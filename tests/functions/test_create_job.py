@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from redis.exceptions import ResponseError
 
 from mainspring_broker import functions, keys
 from mainspring_broker.errors import JobExists, ServiceUnavailable, UnknownBaseModel, UnknownTenant
@@ -48,6 +49,25 @@ def test_another_writer_cannot_take_the_id(ready: Scene) -> None:
     before = ready.everything()
     with pytest.raises(JobExists, match="acme/j1"):
         ready.create(writer="somebody-else")
+    assert ready.everything() == before
+
+
+@pytest.mark.parametrize(
+    "name", ["", "a/b", "..", "-", "a:queue", "a:outcomes", "a b", "a\n", b"j\xff", "é", "x" * 101], ids=repr
+)
+def test_a_name_that_could_be_taken_for_something_else_is_refused(ready: Scene, name: str | bytes) -> None:
+    """The worker makes keys and folders of it, and reads it from JSON."""
+    before = ready.everything()
+    key = keys.job(ready.pool, "acme", "").encode() + (name if isinstance(name, bytes) else name.encode())
+    with pytest.raises(ResponseError, match="INVALID"):
+        ready.r.fcall("ms_create_job", 1, key, "acme", name, "writer", "tiny", 8, "{}")  # type: ignore[arg-type]
+    assert ready.everything() == before
+
+
+def test_a_key_of_another_job_is_refused(ready: Scene) -> None:
+    before = ready.everything()
+    with pytest.raises(ResponseError, match="INVALID"):
+        ready.r.fcall("ms_create_job", 1, keys.job(ready.pool, "acme", "a"), "acme", "b", "writer", "tiny", 8, "{}")  # type: ignore[arg-type]
     assert ready.everything() == before
 
 

@@ -190,12 +190,26 @@ def test_a_request_behind_the_head_does_not_make_a_job_in_flight_ready(job: Job)
 
 
 @pytest.mark.parametrize(
-    "changed", [{"seq": 0}, {"seq": -1}, {"tokens": -5}, {"tokens": 10**10}, {"op": "two words"}, {"op": ""}]
-)
+    "changed",
+    [
+        {"seq": 0}, {"seq": -1}, {"tokens": -5}, {"tokens": 10**10}, {"op": "two words"}, {"op": ""},
+        {"op": "x" * 65}, {"digest": "d"}, {"digest": "d" * 1000}, {"digest": "é" * 20},
+    ],
+    ids=lambda changed: str(changed)[:30],
+)  # fmt: skip
 def test_what_the_clock_could_not_read_is_not_appended(job: Job, changed: dict[str, object]) -> None:
     before = job.scene.everything()
     with pytest.raises(ResponseError, match="INVALID"):
         job.call(**{"op": "forward_backward", "tokens": 1, **changed})  # type: ignore[arg-type]
+    assert job.scene.everything() == before
+
+
+def test_a_key_and_a_name_of_two_jobs_are_refused(job: Job) -> None:
+    other = job.scene.job("j2")
+    before = job.scene.everything()
+    digest = functions.request_digest("init", b"")
+    with pytest.raises(ResponseError, match="INVALID"):
+        job.scene.r.fcall("ms_submit", 1, other.key, "acme", "j1", other.writer, 1, other.chain, "init", 0, digest, b"")  # type: ignore[arg-type]
     assert job.scene.everything() == before
 
 

@@ -96,6 +96,16 @@ def test_what_is_not_msgpack_is_refused(data: bytes) -> None:
         unpack(data)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [[None] * 70_000, [[]] * 40_000, [{}] * 40_000, {str(i): 0 for i in range(70_000)}, [[[0] * 300] * 300]],
+    ids=["list", "empty lists", "empty maps", "map", "lists of lists"],
+)
+def test_a_few_bytes_cannot_become_a_lot_of_memory(value: Any) -> None:
+    with pytest.raises(PayloadInvalid):
+        unpack(msgpack.packb(value))
+
+
 @given(st.binary(max_size=200))
 def test_garbage_raises_nothing_else(data: bytes) -> None:
     with contextlib.suppress(PayloadInvalid):

@@ -127,7 +127,7 @@ def _check_config(name: str, loss: Loss, given: Mapping[str, Any]) -> tuple[tupl
         if spec is None:
             allowed = ", ".join(sorted(loss.config)) or "none"
             message = f"loss {name} has no setting {str(key)[:100]!r}; allowed: {allowed}"
-            raise InvalidLossConfig(message, field=str(key), allowed=sorted(loss.config))
+            raise InvalidLossConfig(message, field=str(key)[:100], allowed=sorted(loss.config))
         if type(value) not in (int, float) or not spec.low <= value <= spec.high:
             message = f"setting {key} of loss {name} is {str(value)[:100]}; allowed: {spec.low} to {spec.high}"
             raise InvalidLossConfig(message, field=str(key), limit=[spec.low, spec.high])
@@ -148,7 +148,7 @@ def _check_names(name: str, loss: Loss, inputs: Mapping[str, Jagged]) -> None:
     for unknown in sorted(inputs.keys() - {*required, *loss.optional}):
         allowed = ", ".join((*required, *loss.optional))
         message = f"loss {name} does not know the input {unknown[:100]!r}; allowed: {allowed}"
-        raise UnknownLossInput(message, field=unknown, allowed=[*required, *loss.optional])
+        raise UnknownLossInput(message, field=unknown[:100], allowed=[*required, *loss.optional])
 
 
 def _check_lengths(tokens: Jagged, max_length: int) -> NDArray[np.int32]:

@@ -3,11 +3,15 @@
 -- ARGV[1] tenant   ARGV[2] job   ARGV[3] writer   ARGV[4] base_model   ARGV[5] rank   ARGV[6] spec (JSON, for people)
 -- Returns {status, last_seq, chain, done_seq}: "created"; "have" (the same writer repeats itself); "exists" (another writer's);
 --   "unknown_tenant"; "no_worker" (no worker has registered yet); "unknown_base_model" with the pool's own name.
+-- Errors: "INVALID …" for a name that could be taken for another job's key or folder, or a key of another job.
 -- Atomic because two clients must not both believe that they made the job.
 local function create_job(keys, args)
     local P = pool_prefix(keys)
     local J = keys[1]
     local tenant, job, writer, base_model = args[1], args[2], args[3], args[4]
+    if #job > 100 or not string.match(job, "^%w[%w_.-]*$") or J ~= job_key(P, tenant, job) then
+        return redis.error_reply("INVALID job name or key")
+    end
     if redis.call("HEXISTS", P .. "tenants", tenant) == 0 then return { "unknown_tenant", 0, "", 0 } end
     local present = redis.call("HMGET", J, "writer", "last_seq", "chain", "done_seq")
     if present[1] then

@@ -5,7 +5,8 @@
 -- Returns {status, last_seq, chain, done_seq}: "accepted"; "have" (this very request was accepted before); "gap" (send again from
 --   last_seq + 1); "full" (too many unfinished requests or bytes: wait); "too_large"; "conflict" (this seq was another request);
 --   "diverged" (the sender's history is not the job's); "fenced" (another writer owns the job); "ended"; "unknown".
--- Errors: "INVALID …" for a seq, op or tokens that the clock could not read; the typed call never sends one.
+-- Errors: "INVALID …" for a key of another job, or a seq, op, tokens or digest that nobody could read or that the history
+--   would carry on for long; the typed call never sends one.
 -- Atomic because the check of seq and chain and the append must see the same job; two senders may race.
 local function whole(text, digits)
     return #text <= digits and string.match(text, "^%d+$")
@@ -15,8 +16,9 @@ local function submit(keys, args)
     local P, J = pool_prefix(keys), keys[1]
     local tenant, job, writer, seq = args[1], args[2], args[3], tonumber(args[4])
     local previous, op, tokens, digest, payload = args[5], args[6], args[7], args[8], args[9]
-    if not (whole(args[4], 15) and seq > 0 and whole(tokens, 9) and string.match(op, "^[%w_]+$")) then
-        return redis.error_reply("INVALID seq, tokens or op")
+    if not (whole(args[4], 15) and seq > 0 and whole(tokens, 9) and #op <= 64 and string.match(op, "^[%w_]+$")
+        and #digest == 40 and string.match(digest, "^%x+$") and J == job_key(P, tenant, job)) then
+        return redis.error_reply("INVALID key, seq, tokens, op or digest")
     end
     local f = redis.call("HMGET", J, "state", "writer", "last_seq", "done_seq", "chain", "batch", "worker", "vtime",
         "backlog_bytes")
