@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import redis.asyncio
@@ -27,8 +26,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from mainspring.settings import ClientSettings
+from mainspring.transport import ConnectionLost, Outgoing, Progress
 from mainspring_broker import functions, keys, library
-from mainspring_broker.errors import MainspringError, ServiceError, ServiceUnavailable
+from mainspring_broker.errors import MainspringError, ServiceError
 from mainspring_broker.functions import Call, JobHead
 from mainspring_broker.retry import Backoff
 
@@ -41,31 +41,6 @@ CONNECT_TIMEOUT_S = 5.0
 QUIET_S = 15.0  # a subscription that says nothing for so long is asked whether it lives
 CLOSE_TIMEOUT_S = 5.0
 TELL_AFTER_S = 2.0
-
-
-class ConnectionLost(ServiceUnavailable):
-    """Redis did not answer; what was sent may or may not have arrived."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """A job's head, as its hash tells."""
-
-    last_seq: int  # highest accepted
-    done_seq: int  # highest executed
-    chain: str  # after last_seq
-
-
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """One request with its place in the job."""
-
-    seq: int
-    chain: str  # the sender's chain before it
-    op: str
-    tokens: int
-    digest: str
-    payload: bytes
 
 
 class Connection:
@@ -201,6 +176,9 @@ class Connection:
                 else:
                     await pubsub.ping()
                     asked = True
+
+    def expect(self, job: str, seq: int) -> None:
+        """Nothing to do: the clock does not wait to be asked."""
 
     # -- outages ------------------------------------------------------------------------------------------------------
 

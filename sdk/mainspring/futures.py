@@ -175,6 +175,8 @@ class Host(Protocol):
 
     def check_may_block(self) -> None: ...
 
+    def expect(self, call: PendingCall[Any]) -> None: ...
+
     def start_cancel(self, call: PendingCall[Any]) -> Future[bool]: ...
 
 
@@ -202,12 +204,12 @@ class APIFuture(Generic[T]):
             RequestError: the request failed.
             ServiceError: the client was closed, or the service could not be reached for a long time.
         """
-        self._check_may_block()
+        self._about_to_block()
         return self._outcome.result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As `result`, but the request's error is returned; None if it succeeded."""
-        self._check_may_block()
+        self._about_to_block()
         return self._outcome.exception(timeout)
 
     def done(self) -> bool:
@@ -221,15 +223,17 @@ class APIFuture(Generic[T]):
         waiter = self._waiters.add()
         try:
             if not self._outcome.done():
+                self._host.expect(self._call)
                 async with asyncio.timeout(timeout):
                     await waiter
         finally:
             self._waiters.discard(waiter)
         return self._outcome.result(0)
 
-    def _check_may_block(self) -> None:
+    def _about_to_block(self) -> None:
         if not self._outcome.done():
             self._host.check_may_block()
+            self._host.expect(self._call)
 
     # -- what one can do with it --------------------------------------------------------------------------------------
 

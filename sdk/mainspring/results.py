@@ -9,8 +9,8 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from mainspring.connection import Connection, ConnectionLost, Progress
 from mainspring.submit import JobSender, Request
+from mainspring.transport import ConnectionLost, Progress, Transport
 from mainspring_broker.errors import (
     InternalError,
     MainspringError,
@@ -34,7 +34,7 @@ class ResultCollector:
     announcement, results that have expired, jobs that are gone, requests that a restart of Redis took back.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Transport) -> None:
         self._connection = connection
         self._settings = connection.settings
         self._senders: dict[str, JobSender] = {}  # by job: those with anything unfinished

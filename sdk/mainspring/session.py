@@ -9,11 +9,11 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mainspring.background import BackgroundLoop, closed_error
-from mainspring.connection import Connection, ConnectionLost
 from mainspring.futures import PendingCall
 from mainspring.results import ResultCollector
 from mainspring.settings import ClientSettings
 from mainspring.submit import JobSender, Request
+from mainspring.transport import ConnectionLost, Transport
 from mainspring.types import ServerCapabilities
 from mainspring_broker.errors import LibraryMissing, MainspringError, ServiceUnavailable
 from mainspring_broker.retry import Backoff
@@ -25,7 +25,7 @@ class Session:
     """What a client and its training clients share. Its methods may be called from any thread, unless they are `async`."""
 
     def __init__(self, settings: ClientSettings) -> None:
-        self.connection = Connection(settings)
+        self.connection = _transport(settings)
         self._settings = settings
         self._collector = ResultCollector(self.connection)
         self._background = BackgroundLoop(self._shutdown)
@@ -137,3 +137,14 @@ class Session:
                 f"{error} {waited}; start the service (mainspring up), or say where it is: MAINSPRING_URL"
             )
         return type(error)(f"{error} {waited}", **error.details)
+
+
+def _transport(settings: ClientSettings) -> Transport:
+    """What the URL asks for. Only that is imported."""
+    if settings.url.startswith("mock:"):
+        from mainspring.mock import MockTransport
+
+        return MockTransport(settings)
+    from mainspring.connection import Connection
+
+    return Connection(settings)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
-from mainspring.connection import Connection, Outgoing, Progress
 from mainspring.futures import PendingCall
+from mainspring.transport import Outgoing, Progress, Transport
 from mainspring_broker.errors import HistoryDiverged, InternalError, MainspringError, RequestCancelled, ServerFull
 from mainspring_broker.functions import JobHead, chain_next, request_digest
 from mainspring_broker.retry import Backoff
@@ -56,7 +56,7 @@ class JobSender:
         on_wire: requests that have been sent, by seq; those up to `last_seq` were accepted.
     """
 
-    def __init__(self, connection: Connection, job: str, writer: str, head: JobHead) -> None:
+    def __init__(self, connection: Transport, job: str, writer: str, head: JobHead) -> None:
         self.job = job
         self.writer = writer
         self.last_seq = head.last_seq

@@ -260,6 +260,10 @@ class TrainingClient:
         """Raises RuntimeError in a done-callback."""
         self._session.check_may_block()
 
+    def expect(self, call: PendingCall[Any]) -> None:
+        """Somebody now waits for this call's result."""
+        self._session.connection.expect(call.job, max(call.seqs))
+
     def start_cancel(self, call: PendingCall[Any]) -> Future[bool]:
         """Ask the service to skip a call's requests."""
         return self._session.start(lambda: self._session.cancel(self._sender, list(call.seqs)))

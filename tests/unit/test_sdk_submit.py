@@ -8,9 +8,9 @@ import random
 import pytest
 
 import mainspring as trio
-from mainspring.connection import Progress
 from mainspring.futures import PendingCall
 from mainspring.submit import JobSender, Request
+from mainspring.transport import Progress
 from mainspring_broker.functions import JobHead, chain_next
 from mainspring_broker.wire import Envelope
 from tests.helpers import wait_until_async
