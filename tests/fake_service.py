@@ -59,13 +59,17 @@ class FakeService:
 
     Attributes:
         executed: (job, seq, op) in the order of execution.
-        result_ttl_ms: how long results are kept; may be changed at any time.
+        result_ttl_ms: how long results are kept; may be changed at any time, as those below.
+        cycle_s: how long a cycle lasts at least.
+        budget_tokens: of a cycle.
     """
 
     def __init__(self, url: str, pool: str, *, base_model: str = BASE_MODEL, **limits: int) -> None:
         self.pool = pool
         self.executed: list[tuple[str, int, str]] = []
         self.result_ttl_ms = 60_000
+        self.cycle_s = 0.0
+        self.budget_tokens = 100_000
         self._redis = redis.Redis.from_url(url, client_name=NAME)
         self._lost = False
         self._poisoned: set[str] = set()
@@ -128,7 +132,7 @@ class FakeService:
                     pool=self.pool,
                     token=LEASE,
                     lease_ms=60_000,
-                    budget_tokens=100_000,
+                    budget_tokens=self.budget_tokens,
                     dead_after_ms=60_000,
                     history=100,
                     batch_seed=np.random.bytes(8).hex(),
@@ -136,6 +140,7 @@ class FakeService:
             )
             if tick.status != "started":
                 return False
+            self._stop.wait(self.cycle_s)
             _, fields = self._redis.xrevrange(keys.worker_batches(self.pool, WORKER), count=1)[0]
             self._commit(functions.decode_batch(fields))
             return True
