@@ -16,8 +16,10 @@ BASE_MODEL = "mainspring-tiny"
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    # A wide gather window: on an idle pool, how fast this machine submits a pair must not matter.
-    with running_service(tmp_path_factory.mktemp("pool"), gather_ms=150, gather_limit_ms=1500) as running:
+    # A wide gather window: on an idle pool, how fast this machine submits a pair must not matter. A cycle holds one busy
+    # neighbour and a small job.
+    settings = {"gather_ms": 150, "gather_limit_ms": 1500, "token_budget": 2048}
+    with running_service(tmp_path_factory.mktemp("pool"), **settings) as running:
         yield running
 
 
