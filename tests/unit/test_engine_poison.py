@@ -188,3 +188,12 @@ def test_outcomes_keep_the_order_of_the_items(driver: Driver) -> None:
     assert [(o.job, o.seq) for o in outcomes] == [(i.job, i.seq) for i in items[::-1]]
     assert all(outcome.error is None for outcome in outcomes)
     assert driver.engine.run([]) == []
+
+
+def test_an_end_that_cannot_be_read_frees_the_slot_all_the_same() -> None:
+    """For everybody else the job has ended, so nothing else would ever free it."""
+    driver = Driver(tiny_base(), slots=1)
+    driver.good(("a", Init(rank=2, seed=1)))
+    (outcome,) = driver.engine.run([driver.item("a", errors.PayloadInvalid("not msgpack"), "end")])
+    assert isinstance(outcome.error, errors.PayloadInvalid)
+    driver.good(("b", Init(rank=2, seed=1)))

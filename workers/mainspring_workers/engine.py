@@ -249,8 +249,8 @@ class Engine:
 
     def _end(self, item: WorkItem) -> dict[str, Any]:
         self._adapter(item)
+        self._pool.close(item.job)  # whatever the payload says: for everybody else the job has ended
         _operation(item, End)
-        self._pool.close(item.job)
         return {}
 
     def _adapter(self, item: WorkItem) -> Adapter:

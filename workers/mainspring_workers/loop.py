@@ -41,6 +41,7 @@ from mainspring_workers.settings import WorkerSettings
 
 log = logging.getLogger("mainspring.worker")
 
+NO_LINEAGE = ""  # of a copy while its batch is not known to be committed: a batch must never run on it twice
 BLOCK_MS = 500  # how long one wait for a batch lasts, so that a signal is seen
 
 
@@ -117,7 +118,7 @@ class Worker:
         if beats.is_alive():
             beats.join()
 
-    def _redis_failed(self, error: RedisError, backoff: Backoff) -> None:
+    def _redis_failed(self, error: RedisError | LibraryMissing, backoff: Backoff) -> None:
         self._trouble.again(error)
         self.metrics.redis_errors.inc()
         self._stopping.wait(backoff.next())
@@ -189,6 +190,9 @@ class Worker:
         stream = keys.worker_batches(self.settings.pool, self.name)
         reply: Any = self.client.xread({stream: self._last_id}, count=1, block=BLOCK_MS)
         if not reply:
+            if self.client.hexists(keys.pending(self.settings.pool), self.name):
+                # It waits for a batch that was read before: Redis came back without its commit.
+                self._last_id = "0"
             return
         (_, ((entry_id, fields),)), *_ = reply
         batch = functions.decode_batch(fields)
@@ -199,7 +203,10 @@ class Worker:
         self._last_id = functions.text(entry_id)
 
     def _run_batch(self, batch: Batch, works: list[Work], begun: float) -> None:
+        self._make_room(works)
         items = [item for work in works for item in self._items(work)]
+        for work in works:
+            self.lineages[work.name] = NO_LINEAGE
         fetched = time.perf_counter()
         outcomes = self._execute(items)
         computed = time.perf_counter()
@@ -232,6 +239,17 @@ class Worker:
         if pending != batch.token.encode():
             return None
         return [Work(job, read_requests(job, dict(entries))) for job, entries in zip(batch.jobs, streams, strict=True)]
+
+    def _make_room(self, works: list[Work]) -> None:
+        """When the slots run out, drop the copies of jobs that moved away while this worker was out of the pool."""
+        held = {name for name in self.lineages if self.engine.has(name)}
+        if len(held | {work.name for work in works}) <= self.settings.slots:
+            return
+        placed: Any = self.client.smembers(keys.worker_jobs(self.settings.pool, self.name))
+        for name in held - set(map(functions.text, placed)):
+            log.info("job %s: it is no longer placed here, the copy is dropped", name)
+            self.engine.drop(name)
+            self.lineages.pop(name, None)
 
     def _items(self, work: Work) -> list[WorkItem]:
         if self.lineages.get(work.name) != work.job.lineage and self.engine.has(work.name):
@@ -290,7 +308,7 @@ class Worker:
             except StaleBatch:
                 # Taken back, or an earlier attempt went through and only its answer was lost: the lineage tells.
                 return self._keep_only_committed(batch, lineages)
-            except RedisError as error:
+            except (RedisError, LibraryMissing) as error:  # the next clock that looks loads the library again
                 if self._stopping.is_set():
                     raise
                 self._redis_failed(error, backoff)
