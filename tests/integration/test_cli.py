@@ -34,6 +34,10 @@ COMMANDS = [
     "tenants",
     "tenants add",
     "tenants ls",
+    "doctor",
+    "health",
+    "health clock",
+    "health worker",
 ]
 
 Run = Callable[..., tuple[int, str, str]]
