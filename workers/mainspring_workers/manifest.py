@@ -6,6 +6,7 @@ nobody can even name a checkpoint of somebody else.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass
@@ -113,17 +114,26 @@ class Manifest:
         return sum(int(file["size"]) for file in self.files.values())
 
     def to_json(self) -> bytes:
-        return (json.dumps(asdict(self), indent=2) + "\n").encode()
+        body = asdict(self)
+        return (json.dumps({**body, "sha256": _digest(body)}, indent=2) + "\n").encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Manifest:
-        """Raises ValueError, TypeError or KeyError for anything else."""
+        """What `to_json` wrote.
+
+        Raises:
+            ValueError: it is something else.
+        """
         body = json.loads(data)
+        if not isinstance(body, dict) or body.pop("sha256", None) != _digest(body):
+            raise ValueError("its SHA-256 is not the one that was written")
         if body["format"] != FORMAT:
             raise ValueError(f"it is of format {body['format']!r}, this version reads {FORMAT}")
-        for time in (body["created"], body["expires"] or body["created"]):
-            datetime.fromisoformat(time)
         return cls(**body)
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def _check_folder_name(name: str) -> None:

@@ -70,12 +70,11 @@ class Directory:
 
     def put(self, folder: str, files: Iterable[tuple[str, bytes]]) -> bool:
         final = self._root / folder
-        # "~" is in no name, so an interrupted attempt never looks like a folder, and is recognised by the next one.
-        temporary = final.parent / f".{final.name}~{secrets.token_hex(6)}"
+        temporary = _hidden(final)
         with _told(f"writing {final}"):
             self._make(final.parent)
             for abandoned in final.parent.glob(f".{final.name}~*"):
-                shutil.rmtree(abandoned, ignore_errors=True)
+                _discard(abandoned, final)
             try:
                 temporary.mkdir()
                 for name, data in files:
@@ -131,12 +130,7 @@ class Directory:
     def remove(self, folder: str) -> None:
         final = self._root / folder
         with _told(f"removing {final}"):
-            going = final.parent / f".{final.name}~{secrets.token_hex(6)}"
-            try:
-                os.rename(final, going)  # gone at once, and not file by file
-            except FileNotFoundError:
-                return
-            shutil.rmtree(going)
+            _discard(final, final)
 
     def location(self, folder: str) -> str:
         return str(self._root / folder)
@@ -154,19 +148,28 @@ class ObjectStore:
         self._root: str = root.rstrip("/")
 
     def put(self, folder: str, files: Iterable[tuple[str, bytes]]) -> bool:
-        written: list[str] = []
+        begun: list[str] = []
         try:
             for name, data in files:
                 path = self._path(folder, name)
-                written.append(path)
+                begun.append(path)
                 with _told(f"writing {path}", Exception):
                     self._fs.pipe_file(path, data)
         except BaseException:
-            with suppress(Exception):  # what was put without a manifest is nothing, and the next attempt replaces it
-                if not self._fs.exists(self._path(folder, MANIFEST)):
-                    self._fs.rm(written)
+            self._clear(folder, begun)
             raise
         return True
+
+    def _clear(self, folder: str, paths: list[str]) -> None:
+        """Remove files of a failed put as far as possible: without the manifest they are nothing anyway.
+
+        A put whose answer was lost may have brought the manifest there. Then the folder is whole, and stays.
+        """
+        with suppress(StorageFailed):
+            if self.read(folder, MANIFEST) is None:
+                for path in paths:
+                    with suppress(Exception):
+                        self._fs.rm_file(path)
 
     def read(self, folder: str, name: str) -> bytes | None:
         path = self._path(folder, name)
@@ -207,6 +210,19 @@ def _told(what: str, errors: type[Exception] = OSError) -> Iterator[None]:
     except errors as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
         raise StorageFailed(f"{what}: {reason}") from error
+
+
+def _hidden(final: Path) -> Path:
+    """A new name beside `final`. "~" is in no name, so it is never taken for a folder, and the next put finds it."""
+    return final.parent / f".{final.name}~{secrets.token_hex(6)}"
+
+
+def _discard(folder: Path, final: Path) -> None:
+    """Remove a folder. It is renamed first: gone at once, and if somebody else still works in it, one of the two fails."""
+    going = _hidden(final)
+    with suppress(FileNotFoundError):
+        os.rename(folder, going)
+        shutil.rmtree(going, ignore_errors=True)
 
 
 def _write(path: Path, data: bytes) -> None:
