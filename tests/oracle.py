@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,32 @@ def peft_on_new_transformers() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         yield
+
+
+DEFAULTS: dict[str, dict[str, float]] = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    "dro": {"beta": 0.05},
+}
+
+
+def plain_loss(name: str, logp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    """The loss of each token, written as the formula stands, for autograd to differentiate."""
+    config = DEFAULTS[name] | dict(config)
+    low, high = config.get("clip_low_threshold"), config.get("clip_high_threshold")
+    if name == "cross_entropy":
+        return -inputs["weights"] * logp
+    q, advantages = inputs["logprobs"], inputs["advantages"]
+    ratio = torch.exp(logp - q)
+    gain = {
+        "importance_sampling": lambda: ratio * advantages,
+        "ppo": lambda: torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages),
+        "cispo": lambda: ratio.clamp(low, high).detach() * logp * advantages,
+        "dro": lambda: logp * advantages - 0.5 * config["beta"] * (logp - q) ** 2,
+    }[name]()
+    return -inputs["weights"] * gain
 
 
 class Oracle:
@@ -60,16 +86,26 @@ class Oracle:
         picked = torch.log_softmax(logits, -1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
         return torch.where(targets >= 0, picked, 0.0)
 
-    def forward_backward(self, datums: Sequence[Datum]) -> tuple[float, list[Tensor]]:
+    def forward_backward(
+        self, datums: Sequence[Datum], loss_fn: str = "cross_entropy", config: Mapping[str, float] | None = None
+    ) -> tuple[float, list[Tensor]]:
         """Loss sum, and log-probabilities of each datum; gradients accumulate."""
         total, logprobs = 0.0, []
         for datum in datums:
             logp = self.logprobs(datum)
-            loss = -(torch.from_numpy(datum.weights) * logp).sum()
+            inputs = {name: torch.from_numpy(v) for name, v in {"weights": datum.weights, **datum.extra}.items()}
+            each = plain_loss(loss_fn, logp, inputs, config or {})
+            loss = each[torch.from_numpy(datum.targets) >= 0].sum()
             loss.backward()
             total += loss.item()
             logprobs.append(logp.detach())
         return total, logprobs
+
+    def custom(self, datums: Sequence[Datum], loss_fn: Callable[[list[Tensor]], Tensor]) -> float:
+        """A loss of the log-probabilities of all datums together; gradients accumulate."""
+        loss = loss_fn([self.logprobs(datum) for datum in datums])
+        loss.backward()
+        return loss.item()
 
     def optim_step(self, op: OptimStep) -> float:
         """One AdamW step; the gradient norm before clipping."""

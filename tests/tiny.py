@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ class Datum:
     tokens: NDArray[np.int32]
     targets: NDArray[np.int32]
     weights: NDArray[np.float32]
+    extra: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # other inputs of a loss
 
 
 def random_datum(rng: np.random.Generator, length: int, vocab: int = VOCAB) -> Datum:
@@ -94,19 +95,40 @@ def random_datums(seed: int, lengths: Sequence[int], vocab: int = VOCAB) -> list
     return [random_datum(rng, length, vocab) for length in lengths]
 
 
+def random_episodes(seed: int, lengths: Sequence[int], vocab: int = VOCAB) -> list[Datum]:
+    """As `random_datums`, with `logprobs` around those of a random model, and `advantages`, some of them 0."""
+    rng = np.random.default_rng(seed)
+    episodes = []
+    for length in lengths:
+        plain = random_datum(rng, length, vocab)
+        advantages = rng.normal(size=length).astype(np.float32)
+        advantages[rng.random(length) < 0.2] = 0
+        logprobs = rng.normal(-np.log(vocab), 0.6, length).astype(np.float32)
+        episodes.append(replace(plain, extra={"logprobs": logprobs, "advantages": advantages}))
+    return episodes
+
+
 def jagged(rows: Sequence[NDArray[Any]]) -> Jagged:
     lengths = np.array([len(row) for row in rows], np.int32)
     return Jagged(np.concatenate(rows) if rows else np.zeros(0, np.int32), lengths)
 
 
-def batch(datums: Sequence[Datum], *, backward: bool = True) -> ForwardBackward:
+def batch(
+    datums: Sequence[Datum],
+    loss_fn: str = "cross_entropy",
+    config: Mapping[str, float] | None = None,
+    *,
+    backward: bool = True,
+) -> ForwardBackward:
     return ForwardBackward(
-        "cross_entropy",
+        loss_fn,
         jagged([datum.tokens for datum in datums]),
         {
             "target_tokens": jagged([datum.targets for datum in datums]),
             "weights": jagged([datum.weights for datum in datums]),
+            **{name: jagged([datum.extra[name] for datum in datums]) for name in (datums[0].extra if datums else ())},
         },
+        config or {},
         backward=backward,
     )
 
