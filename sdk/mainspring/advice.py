@@ -56,10 +56,12 @@ def advise(updates: Sequence[Update]) -> tuple[AdviceCode, str]:
             "weight or fewer jobs at a time change that, another order of submits does not."
         )
     if _most(follow, lambda u: u.awaited) and (idle >= 1 or client_share > NOTICEABLE):
-        gain = f"an update begins every {_cycles(period - idle)}, not every {period:g}" if idle else "that time is used"
+        lost = f"{_cycles(idle)} passed" if idle else f"{client_ms:.0f} ms passed"
+        slow = client_ms > _median(follow, lambda u: u.queued_ms + u.compute_ms)
+        gain = f", and an update begins every {_cycles(period - idle)}, not every {period:g}" if idle else ""
         return AdviceCode.LOOK_AHEAD, (
-            f"nothing of this job was queued for {client_ms:.0f} ms between updates{_missing(idle)}: submit the next batch "
-            f"before awaiting this one{_meanwhile(client_ms, follow)}, and {gain}."
+            f"each update was submitted after the one before was finished, and {lost} with nothing of this job to run: "
+            f"submit the next batch before awaiting this one{', and prepare it while this one runs' if slow else ''}{gain}."
         )
     if span > 1:
         return AdviceCode.NOTHING_TO_CHANGE, (
@@ -77,14 +79,4 @@ def _most(updates: Sequence[Update], holds: Callable[[Update], bool]) -> bool:
 
 
 def _cycles(number: float) -> str:
-    return f"{number:g} cycle" if number == 1 else f"{number:g} cycles"
-
-
-def _missing(idle: float) -> str:
-    return f" and missed {_cycles(idle)}" if idle else ""
-
-
-def _meanwhile(client_ms: float, updates: Sequence[Update]) -> str:
-    """A client that is slower than the update itself gains only if it also works while that runs."""
-    slow = client_ms > _median(updates, lambda u: u.queued_ms + u.compute_ms)
-    return ", and prepare it while this one runs" if slow else ""
+    return f"{number:g} cycle{'' if number == 1 else 's'}"

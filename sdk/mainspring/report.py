@@ -61,11 +61,11 @@ class CycleReport:
         times = " · ".join(f"{name} {time.ms:.0f} ms ({time.share:.0%})" for name, time in each)
         rows = [
             ("updates", f"{self.updates}{where}, {self.failed_requests} requests failed"),
-            ("span", f"{_number(self.span)} cycles from first to last request of an update"),
-            ("period", f"{_number(self.period)} cycles from update to update"),
+            ("span", f"{_number(self.span)} (cycles from the first to the last request of an update)"),
+            ("period", f"{_number(self.period)} (cycles from update to update)"),
             ("missed", f"{self.idle_cycles} cycles idle between updates, {self.waited_cycles} waited for a share"),
             ("requests", f"{_number(self.requests_per_update)} an update"),
-            ("time", f"{times} an update"),
+            ("time", f"an update: {times}"),
             ("advice", self.advice),
         ]
         return "\n".join(f"{name:<9} {text}" for name, text in rows)

@@ -202,8 +202,8 @@ def test_only_the_last_updates_count_and_half_an_update_does_not():
 def test_it_prints_a_table_and_the_advice():
     lines = str(report_of(naive)).splitlines()
     assert lines[0] == "updates   10 in cycles 0 to 38, 0 requests failed"
-    assert lines[1] == "span      3 cycles from first to last request of an update"
-    assert lines[2] == "period    4 cycles from update to update"
+    assert lines[1] == "span      3 (cycles from the first to the last request of an update)"
+    assert lines[2] == "period    4 (cycles from update to update)"
     assert lines[-1].startswith("advice    optim_step was submitted after")
     assert max(map(len, lines[:-1])) < 100
 
