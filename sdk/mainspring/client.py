@@ -7,6 +7,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any
@@ -17,6 +18,7 @@ from mainspring.submit import JobSender
 from mainspring.training import TrainingClient
 from mainspring.types import ServerCapabilities
 from mainspring_broker import keys, wire
+from mainspring_broker.errors import MainspringError
 
 
 class ServiceClient:
@@ -184,8 +186,9 @@ class ServiceClient:
         client = TrainingClient(self, self._session, sender, found, opening)
         try:
             client._describe(client._submitted(client._open()).result())
-        except BaseException:  # a KeyboardInterrupt, for one
-            client._end()
+        except BaseException:
+            with suppress(MainspringError):  # the first error is the one to see
+                client.close()
             raise
         return client
 
@@ -196,7 +199,8 @@ class ServiceClient:
             loaded = await client._submitted_async(client._open())
             client._describe(await loaded)
         except BaseException:
-            client._end()
+            with suppress(MainspringError):
+                await client.close_async()
             raise
         return client
 
