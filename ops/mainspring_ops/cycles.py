@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mainspring_ops.terminal import DEFAULT_URL, Pool, Url, console, count, new_table, open_view
+from mainspring_ops.terminal import DEFAULT_URL, CommandFailed, Pool, Url, console, count, new_table, open_view
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,23 +26,39 @@ LETTERS = {
     "save_weights": "S",
     "end": "E",
 }
-LEGEND = "I init · F forward · FB forward_backward · O optim_step · S save · E end"
+LEGEND = "I init · L load · F forward · FB forward_backward · O optim_step · S save · E end"
 MAX_ROWS = 40  # more jobs than this are counted, not shown
 
 
 def cycles(
     url: Url = DEFAULT_URL,
     pool: Pool = "main",
-    last: Annotated[int, typer.Option("--last", min=1, max=1000, help="Show so many finished cycles.")] = 12,
+    last: Annotated[
+        int | None,
+        typer.Option("--last", min=1, max=1000, help="So many finished cycles. Default: 12, in a file 40."),
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Print each cycle as it finishes, until Ctrl-C.")] = False,
+    png: Annotated[Path | None, typer.Option("--png", help="Draw a picture into this file (needs matplotlib).")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Draw a picture with details under the pointer into this file.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write a Chrome trace, for ui.perfetto.dev, into this file.")
+    ] = None,
 ) -> None:
     """Show which job did what in the last cycles, with tokens and milliseconds below.
 
     FB·O in one column is a whole update in one cycle. FB, O and an empty column between them mean that the client
     waited for the forward_backward before it sent the optim_step: submit both first.
     """
+    in_files = png or html or trace
+    if in_files and follow:
+        raise typer.BadParameter("--follow prints; it does not go with --png, --html or --trace")
     with open_view(url, pool) as view:
-        history = view.cycles(last)
+        history = view.cycles(last or (40 if in_files else 12))
+        if in_files:
+            write_files(pool, history, png=png, html=html, trace=trace)
+            return
         if not history:
             console().print(f"pool {pool} has not run any cycle yet")
         elif not follow:
@@ -55,6 +72,30 @@ def cycles(
             for cycle in view.cycles_after(number, wait_ms=1000):
                 console().print(line(cycle))
                 number = cycle.number
+
+
+def write_files(
+    pool: str, history: Sequence[Cycle], *, png: Path | None, html: Path | None, trace: Path | None
+) -> None:
+    """Draw the cycles into each file that is given.
+
+    Raises:
+        CommandFailed: there is no cycle yet, or no matplotlib for a PNG.
+    """
+    from mainspring_ops import chart, chart_html, chart_png
+    from mainspring_ops.trace import chrome_trace
+
+    if not history:
+        raise CommandFailed(f"pool {pool} has not run any cycle yet: there is nothing to draw")
+    layout, title = chart.lay_out(history), f"pool {pool} · cycles {history[0].number} to {history[-1].number}"
+    if png:
+        chart_png.write_png(layout, title, png)
+    if html:
+        html.write_text(chart_html.html(layout, title), "utf-8")
+    if trace:
+        trace.write_text(chrome_trace(pool, history), "utf-8")
+    for path in filter(None, (png, html, trace)):
+        console().print(f"{len(history)} cycles in {path}", soft_wrap=True)
 
 
 def timeline(history: Sequence[Cycle]) -> Table:
