@@ -226,7 +226,7 @@ class MockTransport:
                 return {}
 
     def _save(self, place: str, init: wire.Init, model: Model, *, optimizer: bool) -> dict[str, Any]:
-        path = f"mainspring://{self._tenant}/{place}"
+        path = f"mainspring://{place}"
         if path in self._checkpoints:
             raise CheckpointExists(f"{path} was saved before, and a saved checkpoint never changes: use another name")
         self._checkpoints[path] = _Checkpoint(init, copy.deepcopy(model), optimizer)

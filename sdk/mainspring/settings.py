@@ -12,7 +12,8 @@ class ClientSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="MAINSPRING_", extra="ignore", frozen=True)
 
     url: str = Field(
-        "redis://127.0.0.1:6379/0", description="Redis or Valkey of the service: redis://, rediss://, unix://"
+        "redis://127.0.0.1:6379/0",
+        description="Redis or Valkey of the service: redis://, rediss://, unix://; mock:// needs none, see testing.md",
     )
     tenant: str = Field("default", description="who owns the jobs")
     pool: str = Field("main", description="which pool: one base model, its clock and its workers")
