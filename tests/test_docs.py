@@ -12,6 +12,7 @@ import inspect
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 import mainspring as trio
 from mainspring_broker import errors, keys
 from mainspring_broker.wire import Init, OptimStep, encode_operation
+from tests import redis_cli
 from tests.doc_tables import TABLES, error_rows, markdown, replace_table, table
 from tests.helpers import Scene
 from tests.up import started, up
@@ -101,6 +104,8 @@ def test_every_block_runs(page: Path, tmp_path: Path, request: pytest.FixtureReq
                 assert all(NOT_RUN.match(line) for line in block.code.splitlines() if line), where
             elif block.language == "python":
                 printed = run_python(block.code, where, namespace, runner)
+            elif block.language == "console" and block.code.startswith("$ redis-cli "):
+                run_redis_cli(block, where, os.environ["MAINSPRING_URL"])
             elif block.language in ("console", "bash"):
                 run_shell(block, where, tmp_path)
             elif block.comment == "output":
@@ -137,6 +142,16 @@ def run_shell(block: Block, where: str, folder: Path) -> None:
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, f"{where}: {done.stderr[-2000:]}"
+
+
+def run_redis_cli(block: Block, where: str, url: str) -> None:
+    """Each command of the block answers as the page shows it, numbers and digests aside."""
+    with redis.Redis.from_url(url, protocol=2) as client:
+        for call in block.code.split("$ redis-cli ")[1:]:
+            command, _, shown = call.partition("\n")
+            answer = redis_cli.run(client, shlex.split(command))
+            plain = [loose(re.sub(r"\b[0-9a-f]{8,}\b", "0", text)) for text in (answer, shown)]
+            assert plain[0] == plain[1], f"{where}: {command} gave:\n{answer}"
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
