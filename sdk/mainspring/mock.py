@@ -26,6 +26,7 @@ from mainspring_broker.errors import (
     CheckpointExists,
     CheckpointMismatch,
     CheckpointNotFound,
+    InternalError,
     InvalidHyperparameter,
     JobEnded,
     JobExists,
@@ -196,8 +197,9 @@ class MockTransport:
             if request.seq in job.cancelled:
                 raise RequestCancelled(f"job {name}, request {request.seq}: cancelled before it started")
             result = self._result(name, job, wire.decode_operation(request.op, request.payload))
-        except MainspringError as raised:
-            error = raised
+        except Exception as raised:  # the clock goes on, whatever a request holds
+            internal = InternalError(f"the mock cannot compute this: {raised!r}")
+            error = raised if isinstance(raised, MainspringError) else internal
             if job.model is not None and request.op == "forward_backward":
                 job.model.poison = job.model.poison or error.code
         job.cancelled.discard(request.seq)

@@ -26,6 +26,7 @@ from mainspring_broker.errors import (
     NoGradient,
     NonFiniteGradient,
     NonFiniteInput,
+    PayloadInvalid,
     PrecedingRequestFailed,
     SequenceTooLong,
     TokenOutOfRange,
@@ -171,6 +172,8 @@ def check(op: wire.ForwardBackward) -> tuple[dict[str, Array], dict[str, float]]
                 raise LengthMismatch(message, datum=datum, field=name, limit=expected)
         if not np.isfinite(rows.values).all():
             raise NonFiniteInput(f"input {name} has a value that is not finite", field=name)
+    if op.inputs["target_tokens"].values.dtype.kind != "i":
+        raise PayloadInvalid("target_tokens must be integers", field="target_tokens")
     for what, ids in (("token", op.tokens.values), ("target token", op.inputs["target_tokens"].values)):
         bad = ids[((ids < 0) & ((ids != IGNORED) | (what == "token"))) | (ids >= VOCAB_SIZE)]
         if len(bad):

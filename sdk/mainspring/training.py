@@ -83,8 +83,8 @@ class TrainingClient:
 
         Args:
             data: the batch. One that is larger than a cycle's budget runs in several parts, as one update.
-            loss_fn: name of the loss function, e.g. "cross_entropy".
-            loss_fn_config: settings of the loss function.
+            loss_fn: "cross_entropy", "importance_sampling", "ppo", "cispo" or "dro"; docs/losses.md says what each needs.
+            loss_fn_config: settings of the loss function, e.g. {"clip_high_threshold": 1.3} of "ppo".
 
         Raises:
             PayloadInvalid: something in the data is not a flat row of numbers. Other faults of the data are found by the

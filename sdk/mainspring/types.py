@@ -114,7 +114,8 @@ class Datum:
         model_input: the tokens that the model reads.
         loss_fn_inputs: what the loss function needs, by name; each a list, array, tensor or TensorData as long as
             `model_input`. For "cross_entropy": `target_tokens` (the token that each position should predict) and,
-            optionally, `weights` (default 1.0 everywhere).
+            optionally, `weights` (default 1.0 everywhere). The losses for sampled tokens ("importance_sampling", "ppo",
+            "cispo", "dro") need `logprobs` and `advantages` too.
     """
 
     __slots__ = ("loss_fn_inputs", "model_input")

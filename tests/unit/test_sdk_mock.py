@@ -176,6 +176,7 @@ def one(tokens: list[int], **inputs: list[float]) -> list[trio.Datum]:
         (one([1, 2], target_tokens=[2, 3], weights=[1.0, float("nan")]), "cross_entropy", {}, trio.NonFiniteInput),
         (one([1] * 40_000, target_tokens=[1] * 40_000), "cross_entropy", {}, trio.SequenceTooLong),
         (one([1, 2]), "cross_entropy", {}, trio.MissingLossInput),
+        (one([1, 2], target_tokens=[2.0, 3.0]), "cross_entropy", {}, trio.PayloadInvalid),
         (make_batch(), "ppo", {}, trio.MissingLossInput),
         (make_batch(**GOOD), "cross_entropy", {}, trio.UnknownLossInput),
         (make_batch(**GOOD), "ppo", {"epsilon": 0.2}, trio.InvalidLossConfig),
@@ -209,6 +210,14 @@ def test_a_request_can_be_cancelled_before_somebody_waits(client: trio.TrainingC
     assert future.cancel()
     assert isinstance(future.exception(10), trio.RequestCancelled)
     assert not future.cancel()
+
+
+def test_a_fault_of_the_mock_fails_one_request(client: trio.TrainingClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr("mainspring.mock_model.check", lambda op: 1 / 0)
+        future = client.forward(make_batch(), "cross_entropy")
+        assert isinstance(future.exception(10), trio.InternalError)
+    update(client, make_batch())
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
