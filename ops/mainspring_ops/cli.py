@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from mainspring_ops import cycles, demo, doctor, health, inspect_key, jobs, run, tenants, up, workers
+from mainspring_ops import cycles, demo, doctor, health, inspect_key, jobs, run, tenants, top, up, workers
 from mainspring_ops.terminal import CommandFailed
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command("jobs")(jobs.jobs)
 app.command("cycles")(cycles.cycles)
 app.command("inspect")(inspect_key.inspect)
 app.command("workers")(workers.workers)
+app.command("top")(top.top)
 app.add_typer(tenants.app, name="tenants")
 app.command("doctor")(doctor.doctor)
 app.add_typer(health.app, name="health")

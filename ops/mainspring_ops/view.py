@@ -31,6 +31,7 @@ class Job:
     done: int
     updates: int
     failed: int
+    backlog_bytes: int  # of payloads that are queued
     active_ms: int | None  # end of its last cycle by the server's clock; None: it has not run
 
 
@@ -104,10 +105,13 @@ class View:
         return bool(self.client.exists(keys.lease(self.pool)))
 
     def tenants(self, limit: int = 1000) -> list[Tenant]:
-        pairs = islice(self.client.hscan_iter(keys.tenants(self.pool), count=200), limit)
+        pairs = sorted(islice(self.client.hscan_iter(keys.tenants(self.pool), count=200), limit))
+        pipeline = self.client.pipeline(transaction=False)
+        for name, _ in pairs:
+            pipeline.scard(keys.jobs(self.pool, name.decode()))
         return [
-            Tenant(name.decode(), float(weight), int(self.client.scard(keys.jobs(self.pool, name.decode()))))
-            for name, weight in sorted(pairs)
+            Tenant(name.decode(), float(weight), int(jobs))
+            for (name, weight), jobs in zip(pairs, pipeline.execute(), strict=True)
         ]
 
     def jobs(self, tenant: str | None = None, limit: int = 1000) -> list[Job]:
@@ -123,25 +127,27 @@ class View:
             key=lambda job: (job.tenant, job.name),
         )
 
-    def workers(self) -> list[Worker]:
+    def workers(self, limit: int = 1000) -> list[Worker]:
         """Workers by name."""
-        now, rows = self.now_ms(), []
-        for raw, beat in self.client.zscan_iter(keys.workers(self.pool), count=200):
-            name = raw.decode()
-            fields = _texts(self.client.hgetall(keys.worker(self.pool, name)))
-            rows.append(
-                Worker(
-                    name=name,
-                    state=fields.get("state", "?"),
-                    jobs=_int(fields, "jobs"),
-                    slots=_int(fields, "slots"),
-                    load=float(fields.get("load") or 0),
-                    silent_ms=max(0, now - int(beat)),
-                    registered_ms=_int(fields, "registered_ms"),
-                    fields=fields,
-                )
+        now = self.now_ms()
+        beats = sorted(islice(self.client.zscan_iter(keys.workers(self.pool), count=200), limit))
+        pipeline = self.client.pipeline(transaction=False)
+        for name, _ in beats:
+            pipeline.hgetall(keys.worker(self.pool, name.decode()))
+        hashes = [_texts(reply) for reply in pipeline.execute()]
+        return [
+            Worker(
+                name=name.decode(),
+                state=fields.get("state", "?"),
+                jobs=_int(fields, "jobs"),
+                slots=_int(fields, "slots"),
+                load=float(fields.get("load") or 0),
+                silent_ms=max(0, now - int(beat)),
+                registered_ms=_int(fields, "registered_ms"),
+                fields=fields,
             )
-        return sorted(rows, key=lambda worker: worker.name)
+            for (name, beat), fields in zip(beats, hashes, strict=True)
+        ]
 
     def cycles(self, last: int) -> list[Cycle]:
         """The last finished cycles, oldest first."""
@@ -182,6 +188,7 @@ def _job(tenant: str, name: str, fields: Mapping[str, str]) -> Job:
         done=_int(fields, "done_seq"),
         updates=_int(fields, "updates"),
         failed=_int(fields, "failed"),
+        backlog_bytes=_int(fields, "backlog_bytes"),
         active_ms=_int(fields, "active_ms") or None,
     )
 

@@ -31,6 +31,7 @@ COMMANDS = [
     "cycles",
     "inspect",
     "workers",
+    "top",
     "tenants",
     "tenants add",
     "tenants ls",
@@ -104,7 +105,7 @@ def test_help_and_light_commands_load_no_torch_and_no_redis() -> None:
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["jobs", "cycles", "workers", "tenants ls", "inspect clock"])
+@pytest.mark.parametrize("command", ["jobs", "cycles", "workers", "top", "tenants ls", "inspect clock"])
 def test_a_missing_server_is_said_in_words(run: Run, command: str) -> None:
     status, _, err = run(*command.split(), "--url", "redis://user:secret@127.0.0.1:1/0")
     assert status == 1
