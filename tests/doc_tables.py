@@ -6,9 +6,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from prometheus_client.metrics import MetricWrapperBase
+
 from mainspring.settings import ClientSettings
 from mainspring_broker import errors, keys
+from mainspring_clock.metrics import ClockMetrics, PoolCollector
 from mainspring_clock.settings import ClockSettings
+from mainspring_workers.metrics import WorkerMetrics
 from mainspring_workers.settings import WorkerSettings
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -41,6 +45,19 @@ def keys_rows() -> list[list[str]]:
     return table
 
 
+def metrics_rows() -> list[list[str]]:
+    """Name as it is scraped, process, type, labels and meaning of every metric."""
+    rows = []
+    for process, metrics in {"clock": ClockMetrics(), "worker": WorkerMetrics()}.items():
+        found = [value for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)]
+        for each in found:
+            name = each._name + ("_total" if each._type == "counter" else "")
+            rows.append([name, process, each._type, ", ".join(each._labelnames), each._documentation])
+    for family in PoolCollector.describe():
+        rows.append([family.name, "clock", family.type, ", ".join(family._labelnames), family.documentation])
+    return rows
+
+
 def error_rows() -> list[list[str]]:
     """Class, code and meaning from the tree of errors.py."""
     lines = [re.split(r"\s{2,}", line.strip(" │├└─")) for line in (errors.__doc__ or "").splitlines() if "── " in line]
@@ -56,6 +73,7 @@ def markdown(header: str, table: list[list[str]], code: tuple[int, ...]) -> str:
 TABLES: dict[str, tuple[str, Callable[[], list[list[str]]], tuple[int, ...]]] = {
     "settings.md": ("| variable | read by | default | meaning |", settings_rows, (0, 2)),
     "keys.md": ("| key | type | holds | written by | expires |", keys_rows, (0,)),
+    "metrics.md": ("| metric | of | type | labels | meaning |", metrics_rows, (0,)),
     "errors.md": ("| class | code | when |", error_rows, (0, 1)),
 }
 
