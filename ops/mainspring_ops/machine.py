@@ -120,7 +120,15 @@ class Machine:
             "MAINSPRING_STORAGE": str(plan.folder / "adapters"),
             "MAINSPRING_THREADS": os.environ.get("MAINSPRING_THREADS", str(threads)),
         }
-        workers = [Child(name, [*this, "worker", "--name", name], of_workers) for name in self.worker_names]
+        metrics = int(os.environ.get("MAINSPRING_METRICS_PORT") or 0)  # of the clock; the workers have the next ones
+        workers = [
+            Child(
+                name,
+                [*this, "worker", "--name", name],
+                {**of_workers, "MAINSPRING_METRICS_PORT": str(metrics + number if metrics else 0)},
+            )
+            for number, name in enumerate(self.worker_names, 1)
+        ]
         return [Child("clock", [*this, "clock"], shared), *workers]
 
     async def _pool_is_ready(self, client: redis.asyncio.Redis, since_ms: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import tomllib
 import urllib.request
@@ -19,7 +20,8 @@ from mainspring_clock.settings import ClockSettings
 from mainspring_ops.checks import run_checks
 from mainspring_ops.facts import gather
 from mainspring_workers.settings import WorkerSettings
-from tests.compose import ROOT, Stack, read_compose, read_env
+from tests.compose import ROOT, Replica, Stack, read_compose, read_env
+from tests.doc_tables import metrics_rows
 from tests.helpers import wait_until
 from tests.integration.training import MINE, NEIGHBOURS, TOLERANCE, Recipe, compare, oracle_of, train, weights
 
@@ -34,7 +36,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    environment = {**read_env(ROOT / ".env.example"), "MAINSPRING_THREADS": "1", "MAINSPRING_LOG_FORMAT": "text"}
+    environment = {**read_env(ROOT / ".env.example"), "MAINSPRING_THREADS": "1"}
     running = Stack(tmp_path_factory.mktemp("compose") / "stack", environment)
     try:
         for service in ("valkey", "clock", "worker"):
@@ -113,11 +115,60 @@ async def test_scaled_to_three_workers_the_jobs_spread_and_train_correctly(
     assert any(fields[b"workers"].count(b"compute_ms") > 1 for _, fields in cycles)  # at the same time
 
 
-def test_each_process_serves_its_metrics(stack: Stack) -> None:
-    for replica in [*stack.of("clock"), *stack.of("worker")]:
-        port = replica.environment["MAINSPRING_METRICS_PORT"]
-        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
-        assert "mainspring_" in text
+def scrape(replica: Replica) -> dict[str, float]:
+    """The samples that a process serves, by name and labels."""
+    port = replica.environment["MAINSPRING_METRICS_PORT"]
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
+    lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in lines}
+
+
+def test_the_metrics_tell_what_has_run(stack: Stack) -> None:
+    clocks, workers = [scrape(r) for r in stack.of("clock")], [scrape(r) for r in stack.of("worker")]
+    [leader] = [samples for samples in clocks if samples["mainspring_clock_leader"] == 1]
+    [standby] = [samples for samples in clocks if samples["mainspring_clock_leader"] == 0]
+    with redis.Redis.from_url(stack.url) as server:
+        cycles = [fields for _, fields in server.xrange(keys.cycles("main"))]
+    assert leader["mainspring_cycles_total"] == len(cycles)
+    assert leader["mainspring_cycle_seconds_count"] == len(cycles)
+    assert leader["mainspring_cycle_requests_total"] == sum(int(fields[b"requests"]) for fields in cycles)
+    assert leader["mainspring_cycle_tokens_sum"] == sum(int(fields[b"tokens"]) for fields in cycles)
+    assert leader["mainspring_pool_clocks"] == 2
+    assert leader["mainspring_pool_workers"] == 3
+    assert leader["mainspring_pool_slots"] == 3 * 64
+    assert leader["mainspring_pool_backlog_requests"] == leader["mainspring_pool_backlog_tokens"] == 0
+    assert len([name for name in leader if name.startswith("mainspring_worker_heartbeat_age_seconds{")]) == 3
+    assert not any(name.startswith("mainspring_pool") for name in standby)
+    steps = 'mainspring_requests_total{op="optim_step",outcome="ok"}'
+    assert sum(samples.get(steps, 0) for samples in workers) == UPDATES * (1 + 6)  # one job alone, then six
+    assert (
+        sum(samples["mainspring_worker_tokens_total"] for samples in workers) == leader["mainspring_cycle_tokens_sum"]
+    )
+    names = {
+        re.sub(r"(_bucket|_sum|_count|_created)?(\{.*)?$", "", name)
+        for samples in (leader, *workers)
+        for name in samples
+    }
+    served = {name for name in names if name.startswith("mainspring_")}
+    assert {row[0] for row in metrics_rows()} == {name for name in served if f"{name}_total" not in served}
+
+
+def test_the_logs_are_json_with_a_line_for_each_cycle(stack: Stack) -> None:
+    with redis.Redis.from_url(stack.url) as server:
+        cycles = [int(entry.partition(b"-")[0]) for entry, _ in server.xrange(keys.cycles("main"))]
+    lines = [json.loads(line) for replica in stack.of("clock") for line in replica.log.read_text().splitlines()]
+    closed = [line for line in lines if line["message"] == "cycle closed"]
+    assert [line["cycle"] for line in closed] == cycles
+    assert all({"jobs", "requests", "tokens", "ms"} <= line.keys() for line in closed)
+    lines = [
+        json.loads(line)
+        for replica in stack.of("worker")
+        for line in replica.log.read_text().splitlines()
+        if line.startswith("{")  # transformers shows its progress
+    ]
+    committed = [line for line in lines if line["message"] == "batch committed"]
+    assert {line["cycle"] for line in committed} == set(cycles)
+    assert all({"jobs", "tokens", "fetch_ms", "compute_ms", "commit_ms"} <= line.keys() for line in committed)
 
 
 @pytest.mark.timeout(200)
