@@ -1,7 +1,7 @@
 """The layout of a picture of cycles: jobs down, cycles across, as wide as they were long. Pure; renderers only draw it.
 
 Lengths are milliseconds, but not everywhere true to scale, or one slow cycle would leave no room for the others: a cycle
-is drawn at least 0.4 and at most 4 times as wide as the median one, and a pause between cycles at most as wide as that.
+is drawn at least 0.4 and at most 2.5 times as wide as the median one, and a pause between cycles at most as wide as that.
 What was cut is marked.
 """
 
@@ -16,7 +16,7 @@ from mainspring_ops.cycles import LETTERS
 from mainspring_ops.view import Cycle, Part
 
 MAX_ROWS = 40
-NARROWEST, WIDEST, LONGEST_PAUSE = 0.4, 4.0, 1.0  # times the median cycle
+NARROWEST, WIDEST, LONGEST_PAUSE = 0.4, 2.5, 1.0  # times the median cycle
 WEIGHTS = {"forward_backward": 3, "forward": 2}  # of the others: 1. Nobody measures single operations
 MAX_WEIGHT_TIMES = 2
 

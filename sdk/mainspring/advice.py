@@ -58,7 +58,7 @@ def advise(updates: Sequence[Update]) -> tuple[AdviceCode, str]:
     if _most(follow, lambda u: u.awaited) and (idle >= 1 or client_share > NOTICEABLE):
         lost = f"{_cycles(idle)} passed" if idle else f"{client_ms:.0f} ms passed"
         slow = client_ms > _median(follow, lambda u: u.queued_ms + u.compute_ms)
-        gain = f", and an update begins every {_cycles(period - idle)}, not every {period:g}" if idle else ""
+        gain = f", and an update begins every {_every(period - idle)}, not every {_cycles(period)}" if idle else ""
         return AdviceCode.LOOK_AHEAD, (
             f"each update was submitted after the one before was finished, and {lost} with nothing of this job to run: "
             f"submit the next batch before awaiting this one{', and prepare it while this one runs' if slow else ''}{gain}."
@@ -80,3 +80,7 @@ def _most(updates: Sequence[Update], holds: Callable[[Update], bool]) -> bool:
 
 def _cycles(number: float) -> str:
     return f"{number:g} cycle{'' if number == 1 else 's'}"
+
+
+def _every(number: float) -> str:
+    return "cycle" if number == 1 else _cycles(number)

@@ -51,10 +51,10 @@ def test_rows_tell_span_and_period() -> None:
 def test_columns_are_as_wide_as_cycles_are_long_within_limits() -> None:
     history = [cycle(1, 0, 20), cycle(2, 20, 30), cycle(3, 50, 1), cycle(4, 51, 900), cycle(5, 951, 20)]
     chart = lay_out(history)
-    assert [band.width for band in chart.bands] == [20, 30, 8, 80, 20]
+    assert [band.width for band in chart.bands] == [20, 30, 8, 50, 20]
     assert [band.cut for band in chart.bands] == [False, False, False, True, False]
     assert chart.pauses == ()
-    assert chart.width == 158
+    assert chart.width == 128
 
 
 def test_pauses_are_seen_and_long_ones_cut() -> None:
