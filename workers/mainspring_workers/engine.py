@@ -187,7 +187,8 @@ class Engine:
 
     def _load_state(self, item: WorkItem) -> dict[str, Any]:
         op = _operation(item, LoadState)
-        opens = item.seq == 1
+        if opens := item.seq == 1:
+            self._pool.close(item.job)  # as with init: what came before is void
         present = None if opens else self._adapter(item)
         place = Place.of_path(item.job.partition("/")[0], op.path)
         loaded = self._checkpoints.load(place, optimizer=op.optimizer)
