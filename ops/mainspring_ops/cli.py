@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from mainspring_ops import cycles, demo, doctor, health, inspect_key, jobs, run, tenants, top, up, workers
+from mainspring_ops import cycles, demo, doctor, end, health, inspect_key, jobs, run, tenants, top, up, workers
 from mainspring_ops.terminal import CommandFailed
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command("demo")(demo.demo)
 app.command("clock")(run.clock)
 app.command("worker")(run.worker)
 app.command("jobs")(jobs.jobs)
+app.command("end")(end.end)
 app.command("cycles")(cycles.cycles)
 app.command("inspect")(inspect_key.inspect)
 app.command("workers")(workers.workers)

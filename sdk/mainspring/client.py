@@ -18,14 +18,15 @@ from mainspring.submit import JobSender
 from mainspring.training import TrainingClient
 from mainspring.types import ServerCapabilities
 from mainspring_broker import keys, wire
-from mainspring_broker.errors import MainspringError
+from mainspring_broker.errors import InvalidHyperparameter, MainspringError
 
 
 class ServiceClient:
     """A tenant's connection to one pool.
 
     Nothing happens until the first call; then one background thread and a few connections serve all training clients
-    made from this one. Close it, or use it in a `with` or `async with` statement; jobs live on until they are ended.
+    made from this one. Close it, or use it in a `with` or `async with` statement: that ends its jobs, and so
+    does the end of the program.
 
     Args:
         url: Redis or Valkey of the service. Default: MAINSPRING_URL, else redis://127.0.0.1:6379/0.
@@ -141,7 +142,10 @@ class ServiceClient:
         return await asyncio.wrap_future(self._session.start(self._session.capabilities))
 
     def close(self) -> None:
-        """End the thread and the connections. Unfinished futures end with ServiceClosed; the jobs live on."""
+        """End the jobs made with this client, then the thread and the connections.
+
+        Requests that were accepted still run; futures that are unfinished end with ServiceClosed.
+        """
         self._session.close()
 
     async def close_async(self) -> None:
@@ -206,7 +210,13 @@ class ServiceClient:
 
 
 def _init(rank: int, seed: int | None, train_mlp: bool, train_attn: bool, train_unembed: bool) -> wire.Init:
-    """The first request of a job with a fresh adapter."""
+    """The first request of a job with a fresh adapter.
+
+    Raises:
+        InvalidHyperparameter: a rank that is no whole number from 1 on. (How much a model allows, the worker says.)
+    """
+    if type(rank) is not int or rank < 1:
+        raise InvalidHyperparameter(f"rank is {rank!r:.100}; it must be a whole number, 1 or more", field="rank")
     return wire.Init(
         rank=rank,
         seed=secrets.randbits(31) if seed is None else seed,

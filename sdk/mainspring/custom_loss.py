@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +42,13 @@ class Linear:
         return ForwardBackwardOutput(trained.loss_fn_outputs, {**counted, **self.metrics, "loss_sum": self.loss})
 
 
-def to_score(data: Sequence[Datum]) -> list[Datum]:
-    """The batch as `forward` needs it. Other inputs stay here: they are for the loss function."""
+def to_score(data: Sequence[Datum] | Any) -> Any:
+    """The batch as `forward` needs it. Other inputs stay here: they are for the loss function.
+
+    What is no batch of datums comes back as it is, for `forward` to refuse.
+    """
+    if not isinstance(data, Sequence):
+        return data
     return [_only(datum, {}) if isinstance(datum, Datum) else datum for datum in data]
 
 

@@ -44,6 +44,8 @@ def flatten(
     Raises:
         PayloadInvalid: a value that is not a flat row of numbers; it says of which datum and input.
     """
+    if isinstance(data, Datum) or not isinstance(data, Sequence):
+        raise PayloadInvalid(f"the batch must be a list of Datum, got a {type(data).__name__}")
     for index, datum in enumerate(data):
         if not isinstance(datum, Datum):
             raise PayloadInvalid(f"datum {index} is a {type(datum).__name__}, not a Datum", datum=index)

@@ -125,10 +125,10 @@ class PendingCall(Generic[T]):
         if not isinstance(error, StateLost) or self._init is None:
             return self.fail(error)
         # A job that never opened has no state to lose: then the reason is what its init said, which may come later.
-        self._init.outcome.add_done_callback(lambda opened: self.fail(_because_of(error, opened.exception())))
+        self._init.outcome.add_done_callback(lambda opened: self.fail(because_never_opened(error, opened.exception())))
 
 
-def _because_of(error: MainspringError, cause: BaseException | None) -> MainspringError:
+def because_never_opened(error: MainspringError, cause: BaseException | None) -> MainspringError:
     if cause is None:
         return error
     explained = StateLost(f"the job was never opened, so it takes no requests: {cause}", **error.details)
@@ -297,6 +297,11 @@ class APIFuture(Generic[T]):
     def request_ids(self) -> tuple[str, ...]:
         """`<job>:<seq>` of its requests, as in the service's logs."""
         return tuple(f"{self._call.job}:{seq}" for seq in self._call.seqs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(f"an APIFuture has no {name!r}; its result may: call .result(), or await it")
 
     def __repr__(self) -> str:
         state = "pending" if not self.done() else "failed" if self._outcome.exception() else "done"

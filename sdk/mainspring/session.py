@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from mainspring.background import BackgroundLoop, closed_error
@@ -15,10 +16,13 @@ from mainspring.settings import ClientSettings
 from mainspring.submit import JobSender, Request
 from mainspring.transport import ConnectionLost, Transport
 from mainspring.types import ServerCapabilities
+from mainspring_broker import wire
 from mainspring_broker.errors import LibraryMissing, MainspringError, ServiceUnavailable
 from mainspring_broker.retry import Backoff
 
 T = TypeVar("T")
+
+END_TIMEOUT_S = 2.0  # for ending the jobs of a client that is closed
 
 
 class Session:
@@ -30,6 +34,7 @@ class Session:
         self._collector = ResultCollector(self.connection)
         self._background = BackgroundLoop(self._shutdown)
         self._library_checked = False
+        self._jobs: dict[str, JobSender] = {}  # those of this client that have not ended
 
     # -- from outside the loop ----------------------------------------------------------------------------------------
 
@@ -54,12 +59,28 @@ class Session:
 
         self._background.post(enqueue, lambda: requests[0].call.fail(closed_error()))
 
+    def end_job(self, sender: JobSender, error: MainspringError) -> None:
+        """End a job that could not be opened: it would only hold its place on the worker."""
+
+        def end() -> None:
+            sender.never_opened = error
+            if not sender.ending:
+                payload = wire.encode_operation(wire.End())
+                call: PendingCall[None] = PendingCall(sender.job, lambda parts: None, None)
+                sender.enqueue([Request.of(call, "end", 0, payload)])
+                self._collector.watch(sender)
+
+        self._background.post(end, lambda: None)
+
     def withdraw(self, sender: JobSender, call: PendingCall[Any]) -> None:
         """Take a call back if nothing of it has been sent yet."""
         self._background.post(lambda: sender.withdraw(call), lambda: None)
 
     def close(self) -> None:
-        """End the thread and all connections; what is unfinished fails with ServiceClosed."""
+        """End this client's jobs, the thread and all connections; what is unfinished fails with ServiceClosed.
+
+        Requests that were accepted still run: a job's end queues up behind them.
+        """
         self._background.close()
 
     async def close_async(self) -> None:
@@ -67,8 +88,23 @@ class Session:
         await self._background.close_async()
 
     async def _shutdown(self) -> None:
+        await self._end_jobs()
         self._collector.stop(closed_error())
         await self.connection.aclose()
+
+    async def _end_jobs(self) -> None:
+        """A job whose client is gone would only hold its place on the worker. As far as the service can be reached now."""
+
+        async def end(sender: JobSender) -> None:
+            if (last := sender.farewell()) is not None:
+                with suppress(MainspringError):
+                    await self.connection.submit(sender.job, sender.writer, [last])
+
+        ends = [asyncio.ensure_future(end(sender)) for sender in self._jobs.values() if not sender.ending]
+        if ends:
+            _, late = await asyncio.wait(ends, timeout=END_TIMEOUT_S)
+            for task in late:
+                task.cancel()
 
     # -- on the loop --------------------------------------------------------------------------------------------------
 
@@ -88,7 +124,9 @@ class Session:
         found = await self.capabilities()
         model = base_model or found.base_model
         head = await self._until_connected(lambda: self.connection.create_job(job, writer, model, rank, spec))
-        return JobSender(self.connection, job, writer, head), found
+        self._jobs = {name: sender for name, sender in self._jobs.items() if not sender.ending}
+        sender = self._jobs[job] = JobSender(self.connection, job, writer, head)
+        return sender, found
 
     async def cancel(self, sender: JobSender, seqs: list[int]) -> bool:
         """True: none of the requests had started. They are asked in order, since the first would be the first to start."""

@@ -17,7 +17,7 @@ from mainspring.transport import Outgoing, Progress, Transport
 from mainspring_broker.errors import HistoryDiverged, InternalError, MainspringError, RequestCancelled, ServerFull
 from mainspring_broker.functions import JobHead, chain_next, request_digest
 from mainspring_broker.retry import Backoff
-from mainspring_broker.wire import Envelope
+from mainspring_broker.wire import End, Envelope, encode_operation
 
 log = logging.getLogger("mainspring")
 
@@ -54,6 +54,8 @@ class JobSender:
     Attributes:
         last_seq: highest sequence number known to be accepted.
         on_wire: requests that have been sent, by seq; those up to `last_seq` were accepted.
+        ending: the job's end has been asked for.
+        never_opened: why the job takes no requests, if it could not be opened.
     """
 
     def __init__(self, connection: Transport, job: str, writer: str, head: JobHead) -> None:
@@ -61,6 +63,8 @@ class JobSender:
         self.writer = writer
         self.last_seq = head.last_seq
         self.on_wire: dict[int, Request] = {}
+        self.ending = False
+        self.never_opened: MainspringError | None = None
         self._chain = head.chain
         self._connection = connection
         self._waiting: deque[Request] = deque()  # not yet accepted; the first ones may be on the wire
@@ -76,8 +80,21 @@ class JobSender:
         if self._broken is not None:
             requests[0].call.fail(self._broken)
             return
+        if self.never_opened is not None and requests[-1].op != "end":
+            call = requests[0].call
+            call.accepted.set_result(None)  # as if it had been sent a moment earlier: its future tells
+            call.fail(copy.copy(self.never_opened))
+            return
+        self.ending = self.ending or requests[-1].op == "end"
         self._waiting.extend(requests)
         self._start()
+
+    def farewell(self) -> Outgoing | None:
+        """The job's end, behind everything accepted; None if it has been asked for, or something is still on its way."""
+        if self.ending or self._waiting or self._broken is not None:
+            return None
+        payload = encode_operation(End())
+        return Outgoing(self.last_seq + 1, self._chain, "end", 0, request_digest("end", payload), payload)
 
     def withdraw(self, call: PendingCall[Any]) -> None:
         """Take a call back if nothing of it has been sent; else it goes in as if nobody had asked."""

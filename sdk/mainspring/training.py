@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mainspring import custom_loss, encoding
-from mainspring.futures import APIFuture, PendingCall
+from mainspring.futures import APIFuture, PendingCall, because_never_opened
 from mainspring.recorder import Recorder
 from mainspring.report import MAX_UPDATES, CycleReport, make_report
 from mainspring.session import Session
@@ -27,7 +27,15 @@ from mainspring.types import (
     ServerCapabilities,
 )
 from mainspring_broker import wire
-from mainspring_broker.errors import JobEnded, MainspringError, ServiceClosed, UnknownJob
+from mainspring_broker.errors import (
+    InvalidHyperparameter,
+    JobEnded,
+    MainspringError,
+    RequestError,
+    ServiceClosed,
+    StateLost,
+    UnknownJob,
+)
 
 if TYPE_CHECKING:
     from mainspring.client import ServiceClient
@@ -272,6 +280,14 @@ class TrainingClient:
 
     def _open(self) -> PendingCall[dict[str, Any]]:
         self._init = self._post([self._opening], lambda parts: parts[0])
+        session, sender = self._session, self._sender  # not self: a client that nobody holds closes itself
+
+        def end_if_never_opened(opened: Future[dict[str, Any]]) -> None:
+            error = opened.exception()
+            if isinstance(error, RequestError):
+                session.end_job(sender, because_never_opened(StateLost(""), error))
+
+        self._init.outcome.add_done_callback(end_if_never_opened)
         return self._init
 
     def _describe(self, facts: Mapping[str, Any]) -> None:
@@ -287,6 +303,8 @@ class TrainingClient:
         return self._post(encoding.split(whole, self._limits), encoding.join_outputs)
 
     def _optim_step(self, adam_params: AdamParams) -> PendingCall[OptimStepResponse]:
+        if not isinstance(adam_params, AdamParams):
+            raise InvalidHyperparameter(f"optim_step takes AdamParams(learning_rate=…), got {adam_params!r:.100}")
         values = {name: float(value) for name, value in asdict(adam_params).items()}
         return self._post([wire.OptimStep(**values)], lambda parts: OptimStepResponse(parts[0]["metrics"]))
 

@@ -111,7 +111,7 @@ class Datum:
     """One training example.
 
     Args:
-        model_input: the tokens that the model reads.
+        model_input: the tokens that the model reads; a list, array or tensor of ids is taken as ModelInput.from_ints.
         loss_fn_inputs: what the loss function needs, by name; each a list, array, tensor or TensorData as long as
             `model_input`. For "cross_entropy": `target_tokens` (the token that each position should predict) and,
             optionally, `weights` (default 1.0 everywhere). The losses for sampled tokens ("importance_sampling", "ppo",
@@ -120,8 +120,8 @@ class Datum:
 
     __slots__ = ("loss_fn_inputs", "model_input")
 
-    def __init__(self, model_input: ModelInput, loss_fn_inputs: Mapping[str, Any]) -> None:
-        self.model_input = model_input
+    def __init__(self, model_input: ModelInput | Any, loss_fn_inputs: Mapping[str, Any]) -> None:
+        self.model_input = model_input if isinstance(model_input, ModelInput) else ModelInput(model_input)
         self.loss_fn_inputs = {
             name: value if isinstance(value, TensorData) else TensorData(value)
             for name, value in loss_fn_inputs.items()

@@ -28,6 +28,7 @@ COMMANDS = [
     "clock",
     "worker",
     "jobs",
+    "end",
     "cycles",
     "inspect",
     "workers",
@@ -159,6 +160,15 @@ def test_jobs_shows_how_far_each_job_is(scene: Scene, shown: Callable[..., str])
     assert row.rstrip().endswith("ago")
     assert "second" in shown("jobs")
     assert "second" not in shown("jobs", "acme")
+
+
+def test_end_ends_a_job_that_its_client_has_left(scene: Scene, shown: Callable[..., str], run: Run) -> None:
+    scene.register()
+    job = scene.job("left", "acme").submit("init")
+    assert "acme/left ends" in shown("end", "acme/left")
+    scene.tick()
+    scene.commit()
+    assert job.field("state") == "ended"
 
 
 def test_cycles_shows_operations_by_job_and_cycle(scene: Scene, shown: Callable[..., str]) -> None:

@@ -511,3 +511,36 @@ def test_a_client_that_nobody_holds_any_more_closes_itself(server, pool, service
     assert number_of(future.result(30)) == 9  # the future holds what it needs
     del future
     wait_until(lambda: threading.active_count() == threads, "the thread has ended")
+
+
+def test_closing_a_client_ends_its_jobs_after_what_they_have_queued(server, pool, service):
+    with trio.ServiceClient(server.url, pool=pool) as client:
+        job = client.create_lora_training_client("tiny").job
+        other = client.create_lora_training_client("tiny")
+        other.forward_backward(make_batch(3), "ce")
+        other.optim_step(ADAM)
+    with server.client() as r:
+        for name in (job, other.job):
+            wait_until(lambda name=name: r.hget(keys.job(pool, "default", name), "state") == b"ended", f"{name} ended")
+        assert r.hget(keys.job(pool, "default", other.job), "updates") == b"1"
+
+
+def test_a_job_that_cannot_be_opened_does_not_keep_its_place(server, pool, client):
+    refused = client.create_lora_training_client("tiny", rank=MAX_RANK + 1)
+    with server.client() as r:
+        key = keys.job(pool, "default", refused.job)
+        wait_until(lambda: r.hget(key, "state") == b"ended", "the job has ended")
+    late = refused.forward(make_batch(1), "ce")
+    assert isinstance(late.exception(10), trio.StateLost)
+    assert "never opened" in str(late.exception(10))
+
+
+def test_mistakes_of_the_first_hour_are_named(training_client):
+    with pytest.raises(AttributeError, match="result"):
+        training_client.forward(make_batch(1), "ce").metrics  # noqa: B018
+    with pytest.raises(trio.InvalidHyperparameter, match="AdamParams"):
+        training_client.optim_step(1e-3)
+    with pytest.raises(trio.PayloadInvalid, match="list of Datum"):
+        training_client.forward(make_batch(1)[0], "ce")
+    tokens_only = trio.Datum([1, 2, 3], {"target_tokens": [2, 3, 4]})
+    assert training_client.forward([tokens_only], "ce").exception(10) is None

@@ -203,7 +203,9 @@ def test_other_refusals(service: trio.ServiceClient, client: trio.TrainingClient
         service.create_lora_training_client("other")
     with trio.ServiceClient("mock://org/other") as other:
         assert other.create_lora_training_client("org/other").base_model == "org/other"
-    lost = service.create_lora_training_client("mainspring-tiny", rank=0)
+    with pytest.raises(trio.InvalidHyperparameter):
+        service.create_lora_training_client("mainspring-tiny", rank=0)
+    lost = service.create_lora_training_client("mainspring-tiny", rank=1000)
     assert isinstance(lost.forward(make_batch(), "cross_entropy").exception(10), trio.StateLost)
     client.end().result(10)
     with pytest.raises(trio.JobEnded):
