@@ -139,6 +139,8 @@ def test_bad_data_are_refused_before_the_loss_is_called(client: trio.TrainingCli
         client.forward_backward_custom([], fail)
     with pytest.raises(trio.PayloadInvalid, match="datum 0 is a str"):
         client.forward_backward_custom(["text"], fail)  # type: ignore[list-item]
+    with pytest.raises(trio.PayloadInvalid, match="list of Datum"):
+        client.forward_backward_custom(BATCH[0], fail)  # type: ignore[arg-type]
     with pytest.raises(trio.MissingLossInput):
         client.forward_backward_custom([trio.Datum(trio.ModelInput.from_ints([1]), {})], fail)
 

@@ -212,7 +212,9 @@ def _answer(batch: Batch, logp: NDArray[np.float32], loss: NDArray[np.float32]) 
         return NonFiniteGradient("the computation gave NaN or infinity: the adapter's weights have diverged")
     if not np.isfinite(loss).all():
         datum = batch.datum_of(int(np.argmin(np.isfinite(loss))))
-        message = f"the loss of datum {datum} overflows float32: its inputs are too large, or its logprobs far too small"
+        message = (
+            f"the loss of datum {datum} overflows float32: its inputs are too large, or its logprobs far too small"
+        )
         return NonFiniteGradient(message, datum=datum)
     total = float(loss.sum(dtype=np.float64))
     metrics = {
