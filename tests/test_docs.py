@@ -34,7 +34,7 @@ from tests.up import started, up
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-NOT_RUN = re.compile(r"(pip|git|cp|docker|make|export|pytest|python scripts/|mainspring (up|clock|worker|demo))\b")
+NOT_RUN = re.compile(r"(pip|git|cp|docker|make|export|pytest|python scripts/|mainspring (up|clock|worker|demo|end))\b")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
