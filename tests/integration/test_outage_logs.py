@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mainspring_broker import keys
 from tests.conftest import Server
 from tests.helpers import wait_until
 
@@ -31,10 +30,9 @@ def test_an_outage_is_a_line_at_its_begin_and_one_at_its_end(own_server: Server,
             [sys.executable, "-m", "mainspring_clock"], env=environment, stderr=out, stdin=subprocess.DEVNULL
         )
     try:
-        client = own_server.client()
-        wait_until(lambda: client.exists(keys.lease("main")), "the clock leads")
+        wait_until(lambda: lines("leads pool"), "the clock leads")
         own_server.kill()
-        wait_until(lambda: lines("steps down"), "the clock has noticed")
+        wait_until(lambda: lines("trying again"), "the clock has noticed")
         own_server.restart()
         wait_until(lambda: lines("all is well again"), "the clock is back")
         assert len(lines("trying again")) == 1
