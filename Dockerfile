@@ -2,7 +2,7 @@
 #
 #   docker build --target workers -t mainspring .                                                    CPU
 #   docker build --target workers -t mainspring --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu128 .   CUDA
-#   docker build --target light -t mainspring:light .          clock and command line only, without torch: 2 GB smaller
+#   docker build --target light -t mainspring:light .          clock and command line only, without torch
 
 ARG PYTHON=3.11
 

