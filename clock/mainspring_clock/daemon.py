@@ -219,7 +219,10 @@ class Clock:
         if unplaced != self._waiting_for_worker:
             self._waiting_for_worker = unplaced
             if unplaced:
-                log.warning("%d jobs wait for a worker with a free slot: start one more (mainspring worker)", unplaced)
+                log.warning(
+                    "jobs waiting for a worker with a free slot: %d; end others (mainspring end) or start one more worker",
+                    unplaced,
+                )
 
     def _pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds

@@ -22,6 +22,7 @@ from mainspring_ops.supervisor import Child, Supervisor
 from mainspring_ops.terminal import CommandFailed, connect, console, hide_password
 
 POLL_S = 0.05
+SILENT_S = 15.0  # of waiting, before it is said
 READY_S = 300.0  # a large base model takes its time to load
 TAIL_LINES = 15
 
@@ -150,7 +151,8 @@ class Machine:
         Raises:
             CommandFailed: a process ended meanwhile, or READY_S went by.
         """
-        deadline = asyncio.get_running_loop().time() + READY_S
+        begun = asyncio.get_running_loop().time()
+        deadline, told = begun + READY_S, False
         while not stopping.is_set():
             if supervisor.failed_start.done():
                 child = supervisor.failed_start.result()
@@ -159,6 +161,11 @@ class Machine:
             with contextlib.suppress(RedisError):  # not listening yet, or still loading its data
                 if await condition():
                     return
+            if not told and asyncio.get_running_loop().time() - begun > SILENT_S:
+                told = True
+                console(stderr=True).print(
+                    f"waiting until {what}; what each process does: {supervisor.logs}", style="dim"
+                )
             if asyncio.get_running_loop().time() > deadline:
                 raise CommandFailed(f"waited {READY_S:.0f} s until {what}; see the logs in {supervisor.logs}")
             await asyncio.sleep(POLL_S)

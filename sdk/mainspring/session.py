@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
@@ -20,8 +21,11 @@ from mainspring_broker import wire
 from mainspring_broker.errors import LibraryMissing, MainspringError, ServiceUnavailable
 from mainspring_broker.retry import Backoff
 
+log = logging.getLogger("mainspring")
+
 T = TypeVar("T")
 
+SILENT_S = 2.0  # of waiting for the service, before it is said
 END_TIMEOUT_S = 2.0  # for ending the jobs of a client that is closed
 
 
@@ -158,14 +162,18 @@ class Session:
 
     async def _until_connected(self, operation: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Repeat while something of the service is still missing, at most for the connect timeout."""
-        deadline = time.monotonic() + self._settings.connect_timeout_s
-        backoff = Backoff(limit=0.5)
+        begun = time.monotonic()
+        deadline = begun + self._settings.connect_timeout_s
+        backoff, told = Backoff(limit=0.5), False
         while True:
             try:
                 return await operation()
             except (LibraryMissing, ServiceUnavailable) as error:
                 if time.monotonic() > deadline:
                     raise self._explained(error) from error
+                if not told and time.monotonic() - begun > SILENT_S:
+                    told = True
+                    log.warning("waiting up to %g s: %s", self._settings.connect_timeout_s, error)
             await asyncio.sleep(backoff.next())
 
     def _explained(self, error: MainspringError) -> MainspringError:
