@@ -112,6 +112,18 @@ OPS: dict[str, type] = {
     "end": End,
 }
 
+# Order of the operations within a cycle: a cycle takes of a job what goes forward through these (lua/tick.lua has the same).
+STAGE = {
+    "init": 1,
+    "load_state": 1,
+    "forward": 2,
+    "forward_backward": 2,
+    "optim_step": 3,
+    "save_state": 4,
+    "save_weights": 4,
+    "end": 5,
+}
+
 
 def op_name(operation: Operation) -> str:
     """The name under which the operation is queued."""

@@ -16,22 +16,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from mainspring_broker.wire import STAGE
+
 PLACE_LIMIT = 256  # jobs placed in one tick
 SKIP_LIMIT = 32  # jobs passed over, per worker and tick, because their head does not fit into what is left
 MAX_PREFIX = 256  # requests of one job looked at per tick
 MIN_COST = 1  # tokens that a turn counts at least, so that requests without tokens take turns too
 MIN_WEIGHT = 1e-6
 
-STAGE = {
-    "init": 1,
-    "load_state": 1,
-    "forward": 2,
-    "forward_backward": 2,
-    "optim_step": 3,
-    "save_state": 4,
-    "save_weights": 4,
-    "end": 5,
-}
 COMPUTE = 2
 ONCE = {1, 3, 5}  # stages of which a cycle takes one request
 

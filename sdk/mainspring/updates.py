@@ -12,17 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from mainspring.recorder import RequestStory
+from mainspring_broker.wire import STAGE
 
-STAGE = {
-    "init": 1,
-    "load_state": 1,
-    "forward": 2,
-    "forward_backward": 2,
-    "optim_step": 3,
-    "save_state": 4,
-    "save_weights": 4,
-    "end": 5,
-}
 REPEATABLE = (2, 4)  # stages of which one cycle takes several
 
 Interval = tuple[float, float]
